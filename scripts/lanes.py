@@ -1,0 +1,118 @@
+"""Runs lint and test lanes, each in its own process, and ends with one line that counts them all.
+
+``python scripts/lanes.py lint unit interp`` runs those three; a failing one doesn't stop the next. The last
+line reads ``N passed, N failed, N skipped in S s (...)`` and is also left in build/lanes.txt.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+WORKERS = str(min(4, os.cpu_count() or 1))
+
+LINT = (
+    ("ruff check", [sys.executable, "-m", "ruff", "check", "--quiet", "."]),
+    ("ruff format", [sys.executable, "-m", "ruff", "format", "--check", "--quiet", "."]),
+    ("mypy", [sys.executable, "-m", "mypy"]),
+    ("import layers", [str(BIN / "lint-imports"), "--no-logo"]),
+)
+# Ranks are processes already, and tests on one GPU would share its memory and disturb each other's graphs.
+OPTIONS = {
+    "unit": ["-n", WORKERS, "--dist", "loadfile", "--timeout", "300"],
+    "interp": ["-n", WORKERS, "--dist", "worksteal", "--timeout", "300"],
+    "compile": ["-n", WORKERS, "--dist", "worksteal", "--timeout", "300"],
+    "dist": ["--timeout", "300"],
+    "gpu": [],
+}
+
+
+@dataclass
+class Outcome:
+    """What one lane came to."""
+
+    lane: str
+    seconds: float
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    ok: bool = True
+
+
+def lint() -> Outcome:
+    """Run every linter; all of them, so that one run shows everything there is to repair."""
+    start = time.monotonic()
+    broken = []
+    for name, command in LINT:
+        print(f"lint: {name}", flush=True)
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            broken.append(name)
+    if broken:
+        print(f"lint: {', '.join(broken)} failed", flush=True)
+    return Outcome("lint", time.monotonic() - start, ok=not broken)
+
+
+def lane(name: str) -> Outcome:
+    """Run one folder of tests in a pytest process of its own and count what it did."""
+    folder = ROOT / "tests" / name
+    start = time.monotonic()
+    print(f"\n{name}", flush=True)
+    if not any(folder.glob("test_*.py")):
+        print(f"{name}: 0 run, it has no tests yet", flush=True)
+        return Outcome(name, 0.0)
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        command = [sys.executable, "-m", "pytest", str(folder), "-q", "--durations=5", "--durations-min=1"]
+        command += [f"--junitxml={report}", "-p", "no:cacheprovider", *OPTIONS[name]]
+        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        outcome = Outcome(name, time.monotonic() - start, ok=status == 0)
+        if report.exists():
+            for suite in ET.parse(report).getroot().iter("testsuite"):
+                total, failures, errors, skipped = (
+                    int(suite.get(key, "0")) for key in ("tests", "failures", "errors", "skipped")
+                )
+                outcome.failed += failures + errors
+                outcome.skipped += skipped
+                outcome.passed += total - failures - errors - skipped
+    if not outcome.ok and not outcome.failed:
+        print(f"{name}: pytest ended with status {status} before it could count", flush=True)
+        outcome.failed = 1
+    return outcome
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    """The closing line."""
+    passed, failed, skipped = (
+        sum(getattr(o, key) for o in outcomes) for key in ("passed", "failed", "skipped")
+    )
+    each = []
+    for o in outcomes:
+        came_to = o.passed + o.failed if o.lane != "lint" else "clean" if o.ok else "FAILED"
+        each.append(f"{o.lane} {came_to} in {o.seconds:.0f} s")
+    seconds = sum(o.seconds for o in outcomes)
+    return f"{passed} passed, {failed} failed, {skipped} skipped in {seconds:.0f} s ({', '.join(each)})"
+
+
+def main(names: list[str]) -> int:
+    """Run what `names` lists, in that order; 0 when all of it is well."""
+    unknown = [name for name in names if name not in OPTIONS and name != "lint"]
+    if unknown or not names:
+        print(f"usage: lanes.py [{'|'.join(['lint', *OPTIONS])}] ...", file=sys.stderr)
+        return 2
+    outcomes = [lint() if name == "lint" else lane(name) for name in names]
+    line = summary(outcomes)
+    (ROOT / "build").mkdir(exist_ok=True)
+    (ROOT / "build" / "lanes.txt").write_text(line + "\n")
+    print(f"\n{line}", flush=True)
+    return 0 if all(o.ok for o in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

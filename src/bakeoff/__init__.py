@@ -1,0 +1,39 @@
+"""bakeoff runs the fastest *correct* implementation of every op of a PyTorch model, on this GPU, at these shapes.
+
+The public names load on first use, so that importing the package costs next to nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bakeoff import models, ops
+    from bakeoff.errors import BakeoffError, Unsupported
+    from bakeoff.select.explain import explain
+    from bakeoff.select.policy import configure, using
+    from bakeoff.select.tune import tune
+
+__version__ = "0.1.0"
+
+__all__ = ["BakeoffError", "Unsupported", "__version__", "configure", "explain", "models", "ops", "tune", "using"]
+
+_WHERE = {
+    "BakeoffError": "bakeoff.errors",
+    "Unsupported": "bakeoff.errors",
+    "configure": "bakeoff.select.policy",
+    "explain": "bakeoff.select.explain",
+    "tune": "bakeoff.select.tune",
+    "using": "bakeoff.select.policy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    if name in ("errors", "hardware", "models", "ops", "select", "train"):
+        return importlib.import_module(f"bakeoff.{name}")
+    raise AttributeError(f"module 'bakeoff' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,23 @@
+"""The exceptions bakeoff raises on purpose. Each message says what to do about it."""
+
+__all__ = ["BakeoffError", "ContestError", "PolicyError", "TableError", "Unsupported"]
+
+
+class BakeoffError(Exception):
+    """Base of every error bakeoff raises on purpose."""
+
+
+class Unsupported(BakeoffError, ValueError):
+    """The candidate asked for by name can't take these inputs; the message gives every reason."""
+
+
+class PolicyError(BakeoffError, ValueError):
+    """A selection setting that doesn't exist, or a miss under the ``strict`` policy."""
+
+
+class ContestError(BakeoffError, RuntimeError):
+    """A contest could not be held at all (the reference or the eager candidate failed)."""
+
+
+class TableError(BakeoffError, ValueError):
+    """A table given by name can't be read."""

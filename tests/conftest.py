@@ -1,0 +1,139 @@
+"""What every lane shares: a private table cache, few threads, fixed seeds, and why a lane can't run.
+
+A lane is a folder of tests and a pytest process of its own: ``make test``, or one of ``make unit``,
+``make interp``, ``make compile``, ``make dist``, ``make gpu``.
+"""
+
+import importlib.util
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+# Read when a library is imported or first used, so they are set before any test module is imported. Nothing
+# is written below the home folder, and no earlier run's compiled kernels hide a failure to compile.
+CACHE = tempfile.mkdtemp(prefix="bakeoff-test-")
+os.environ["BAKEOFF_CACHE"] = f"{CACHE}/bakeoff"
+os.environ["TRITON_CACHE_DIR"] = f"{CACHE}/triton"
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{CACHE}/inductor"
+os.environ.pop("BAKEOFF_POLICY", None)
+os.environ["OMP_NUM_THREADS"] = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+
+
+def _without_triton() -> str | None:
+    return None if importlib.util.find_spec("triton") else "needs triton (Linux)"
+
+
+def _without_interpreter() -> str | None:
+    if _without_triton():
+        return _without_triton()
+    triton, numpy = ([int(n) for n in version(name).split(".")[:2]] for name in ("triton", "numpy"))
+    if triton < [3, 7] and numpy >= [2, 4]:
+        return (
+            "needs numpy < 2.4 beside triton 3.6, whose interpreter fails on run-time ranges with newer ones"
+        )
+    return None
+
+
+def _without_cuda() -> str | None:
+    import torch
+
+    return None if torch.cuda.is_available() else "needs a CUDA device"
+
+
+def _without_gloo() -> str | None:
+    import torch.distributed as dist
+
+    return None if dist.is_available() and dist.is_gloo_available() else "needs torch.distributed with gloo"
+
+
+NEEDS: dict[str, Callable[[], str | None]] = {
+    "interp": _without_interpreter,
+    "compile": _without_triton,
+    "gpu": lambda: _without_triton() or _without_cuda(),
+    "dist": _without_gloo,
+}
+_unable: dict[str, str] = {}
+
+
+def _lane(path: Path) -> str:
+    return path.relative_to(HERE).parts[0] if path.is_relative_to(HERE) and path != HERE else ""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Find out which of the lanes asked for can't run here; fix hypothesis' examples."""
+    for argument in config.args:
+        lane = _lane(Path(argument.split("::")[0]).resolve())
+        reason = NEEDS[lane]() if lane in NEEDS else None
+        if reason:
+            _unable[lane] = reason
+    if importlib.util.find_spec("hypothesis"):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile(
+            "lanes",
+            derandomize=True,  # the same examples on every run
+            deadline=None,  # a busy machine is no failure
+            database=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+        )
+        settings.load_profile("lanes")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the test files of a lane that can't run, which may not even be importable here."""
+    return True if collection_path.name.startswith("test_") and _lane(collection_path) in _unable else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse a run that mixes lanes: the interpreter lane changes what triton is for the whole process.
+
+    A file named on the command line is collected in any case, so its tests are taken out here.
+    """
+    unable = [item for item in items if _lane(item.path) in _unable]
+    if unable:
+        config.hook.pytest_deselected(items=unable)
+        items[:] = [item for item in items if item not in unable]
+    lanes = sorted({_lane(item.path) for item in items} - {""})
+    if len(lanes) > 1:
+        raise pytest.UsageError(
+            f"{', '.join(lanes)} are separate processes: run `make test`, or one lane each"
+        )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for lane, reason in _unable.items():
+        files = len(list((HERE / lane).glob("test_*.py")))
+        terminalreporter.write_line(f"{lane}: 0 run, {reason} ({files} test files left out)")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main() -> Generator[None, int, int]:
+    """A lane that can't run here is no failure; a lane that lost its tests is."""
+    status = yield
+    return 0 if _unable and status == pytest.ExitCode.NO_TESTS_COLLECTED else status
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(CACHE, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Every test starts from the same random state and leaves torch's global switches as it found them."""
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    dtype = torch.get_default_dtype()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_default_dtype(dtype)

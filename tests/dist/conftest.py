@@ -1,0 +1,50 @@
+"""The dist lane: a few processes on one machine, joined by gloo.
+
+``ranks(2, body, argument)`` calls ``body(rank, argument)`` in two fresh processes that already form a process
+group, and raises the first one's exception here. `body` is a module-level function.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+LIMIT_S = 60
+
+
+def _rank(
+    rank: int, world: int, meeting: str, cache: str, body: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    os.environ["BAKEOFF_CACHE"] = f"{cache}/rank{rank}"
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=LIMIT_S),
+    )
+    try:
+        body(rank, *args)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Callable[..., None]:
+    """Run a function on several ranks; each has a table cache of its own."""
+
+    def run(world: int, body: Callable[..., None], *args: Any) -> None:
+        with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+            mp.spawn(_rank, (world, f"{folder}/meeting", folder, body, args), nprocs=world)
+
+    return run

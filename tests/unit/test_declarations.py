@@ -1,0 +1,127 @@
+"""Every op's declaration holds what the contest, the benchmark and the tests rely on."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import bakeoff
+from bakeoff.select import Case, Cost, Op, TensorMeta, find_op, registry
+from bakeoff.select.draw import inputs
+from bakeoff.select.key import REGIMES, key
+
+importlib.import_module("bakeoff.ops")
+OPS = Path(bakeoff.__file__).parent / "ops"
+LINES = {
+    line.module.rsplit(".", 1)[-1]: [name.name for name in line.names]
+    for line in ast.parse((OPS / "__init__.py").read_text()).body
+    if isinstance(line, ast.ImportFrom) and line.module
+}
+"""The public functions by folder, as the registry's lines name them."""
+NAMES = sorted(name for name in LINES if isinstance(registry.get(name), Op))
+
+
+def small(op: Op, case: Case) -> Case:
+    """The case on the CPU with at most 16 of everything that counts rows."""
+    args = dict(case.args)
+    for name, meta in case.tensors.items():
+        rows = len(meta.shape) - op.features.get(name, 0)
+        shape = [min(size, 16) if i < rows else size for i, size in enumerate(meta.shape)]
+        args[name] = TensorMeta.dense(shape, meta.dtype, grad=meta.requires_grad)
+    return Case(args, "cpu", case.name)
+
+
+@pytest.fixture(params=NAMES)
+def op(request: pytest.FixtureRequest) -> Op:
+    return find_op(request.param)
+
+
+def test_every_folder_has_its_line() -> None:
+    folders = {path.parent.name for path in OPS.glob("*/__init__.py")}
+    assert folders == set(LINES)
+    assert {"rms_norm", "rotary"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", [name for names in LINES.values() for name in names])
+def test_public_function_states_its_contract(name: str) -> None:
+    function = getattr(bakeoff.ops, name)
+    assert inspect.isfunction(function), f"bakeoff.ops.{name} is not the public function but {function!r}"
+    text = inspect.getdoc(function) or ""
+    arguments = list(inspect.signature(function).parameters)
+    parts = ("Args:", "Returns:", "Raises:", "Source:", "Example:", ">>> ")
+    missing = [part for part in parts if part not in text]
+    missing += [p for p in arguments if not re.search(rf"^ +(\w+, )*{p}(, \w+)*: ", text, re.MULTILINE)]
+    assert not missing
+    if name in NAMES:
+        assert set(arguments) - {"impl"} == set(find_op(name).params)
+
+
+def test_rooms(op: Op) -> None:
+    rooms = {path.name for path in (OPS / op.name).glob("*.py")}
+    assert {"__init__.py", "reference.py", "op.py"} <= rooms
+
+
+def test_candidates(op: Op) -> None:
+    names = [candidate.name for candidate in op.candidates]
+    assert names[0] == "eager"
+    assert len(set(names)) == len(names)
+    for candidate in op.candidates:
+        assert candidate.source_hash
+        if candidate.absent is None:
+            positional = list(inspect.signature(candidate.call).parameters.values())
+            takes_any = any(p.kind is p.VAR_POSITIONAL for p in positional)
+            assert takes_any or len(positional) == len(op.params), candidate.name
+
+
+def test_metadata_names_arguments(op: Op) -> None:
+    assert set(op.features) <= set(op.params)
+    assert op.batched <= set(op.params)
+
+
+def test_cases(op: Op) -> None:
+    cases = op.cases()
+    assert cases
+    assert len({key(op, case, "eager") for case in cases}) > 1
+    for case in cases:
+        assert set(case.args) == set(op.params)
+        op.check(case)
+        representative = op.bucket(case)
+        op.check(representative)
+        assert op.bucket(representative) == representative
+        found = op.cost(case)
+        assert isinstance(found, Cost)
+        assert found.bytes >= sum(meta.nbytes for meta in case.tensors.values()) // 2 > 0
+        assert found.flops > 0
+        forward = op.cost(case.without_grad())
+        assert forward.bytes < found.bytes or not case.needs_grad
+        for regime in REGIMES:
+            assert op.heuristic(case, regime) in op.by_name
+        for candidate in op.candidates:
+            reason = candidate.supports(case)
+            assert reason is None or reason.strip()
+
+
+def test_incumbent_takes_every_case_and_agrees_with_the_reference(op: Op) -> None:
+    """At sizes a CPU does at once, in float64, where both must agree to rounding."""
+    done = 0
+    for case in op.cases():
+        cpu = small(op, case)
+        op.check(cpu)
+        assert op.incumbent.reasons(cpu) == []
+        args = [
+            a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+            for a in inputs(op, cpu, 0)
+        ]
+        got, exact = op.incumbent.call(*args), op.reference(*args)
+        torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9)
+        done += 1
+    assert done == len(op.cases())
+
+
+def test_unknown_candidate_is_an_error_that_lists_the_known(op: Op) -> None:
+    with pytest.raises(bakeoff.Unsupported, match="eager"):
+        op.candidate("no-such")

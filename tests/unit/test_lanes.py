@@ -1,0 +1,116 @@
+"""The machinery of the test command: it counts everything, goes on after a failure, and hides nothing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PASSES = "def test_a(): pass\n"
+FAILS = "def test_b(): assert 0\n"
+SKIPS = "import pytest\ndef test_c(): pytest.skip('for a reason')\n"
+
+
+@pytest.fixture
+def lanes(tmp_path: Path):
+    """A repository of tests only; returns a function that runs lanes in it: (status, lines of output)."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "lanes.py", tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for conftest in (ROOT / "tests").rglob("conftest.py"):
+        copy = tmp_path / conftest.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(conftest, copy)
+    outer = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS")
+
+    def run(*names: str, pytest_arguments: tuple[str, ...] = (), **files: str) -> tuple[int, list[str]]:
+        for name, text in files.items():
+            lane, _, test = name.partition("_")
+            (tmp_path / "tests" / lane / f"test_{test}.py").parent.mkdir(exist_ok=True)
+            (tmp_path / "tests" / lane / f"test_{test}.py").write_text(text)
+        command = [sys.executable, "scripts/lanes.py", *names]
+        if pytest_arguments:
+            command = [sys.executable, "-m", "pytest", *pytest_arguments]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={key: value for key, value in os.environ.items() if key not in outer},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=120,
+        )
+        return done.returncode, done.stdout.splitlines()
+
+    return run
+
+
+def test_counts_and_goes_on_after_a_failure(lanes) -> None:
+    status, lines = lanes("unit", "dist", unit_a=FAILS + SKIPS, dist_b=PASSES)
+    assert status == 1
+    assert lines[-1].startswith("1 passed, 1 failed, 1 skipped in ")
+
+
+def test_all_well(lanes) -> None:
+    status, lines = lanes("dist", dist_a=PASSES)
+    assert status == 0
+    assert lines[-1].startswith("1 passed, 0 failed, 0 skipped in ")
+
+
+@pytest.mark.parametrize("broken", ["import no_such_module", "import os; os.abort()", "def helper(): pass"])
+def test_a_lane_that_breaks_or_runs_nothing_fails(lanes, broken: str) -> None:
+    status, lines = lanes("dist", dist_a=broken)
+    assert status == 1
+    assert lines[-1].startswith("0 passed, 1 failed, 0 skipped in ")
+
+
+def test_an_empty_lane_says_so(lanes) -> None:
+    status, lines = lanes("dist")
+    assert status == 0
+    assert "dist: 0 run, it has no tests yet" in lines
+
+
+def test_unknown_lane(lanes) -> None:
+    status, lines = lanes("unti")
+    assert status == 2
+    assert "unit" in lines[-1]
+
+
+def test_gpu_lane_without_a_gpu_says_why_and_is_not_imported(lanes, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    status, lines = lanes("gpu", gpu_a="import no_such_module", gpu_b=FAILS)
+    assert status == 0
+    assert "gpu: 0 run, needs a CUDA device (2 test files left out)" in lines
+    assert lines[-1].startswith("0 passed, 0 failed, 0 skipped in ")
+
+
+def test_lanes_do_not_mix(lanes) -> None:
+    status, lines = lanes(pytest_arguments=("tests/unit", "tests/dist"), unit_a=PASSES, dist_b=PASSES)
+    assert status != 0
+    assert any("dist, unit are separate processes" in line for line in lines)
+
+
+def test_interpreter_lane_refuses_a_compiled_triton(lanes) -> None:
+    status, lines = lanes(pytest_arguments=("-p", "triton", "tests/interp"), interp_a=PASSES)
+    assert status != 0
+    assert any("run the interpreter lane alone" in line for line in lines)
+
+
+def test_state_is_private(lanes, tmp_path: Path) -> None:
+    """Each process has a cache of its own, which is gone afterwards."""
+    body = (
+        "import os, pathlib\n"
+        "def test_a():\n"
+        "    cache = pathlib.Path(os.environ['BAKEOFF_CACHE']).parent\n"
+        "    assert cache.is_dir() and 'bakeoff-test-' in cache.name\n"
+        "    assert 'BAKEOFF_POLICY' not in os.environ\n"
+        "    pathlib.Path('place').write_text(str(cache))\n"
+    )
+    status, lines = lanes("dist", dist_a=body)
+    assert status == 0, lines
+    place = (tmp_path / "place").read_text()
+    assert place != os.environ["BAKEOFF_CACHE"]
+    assert not Path(place).exists()

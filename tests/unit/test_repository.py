@@ -1,0 +1,268 @@
+"""The repository keeps its own promises: words, documents, commands, imports, start-up times."""
+
+import codecs
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+import bakeoff
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"(make|bakeoff)((?: +(?:'[^']*'|[\w./=:-]+))*)")
+
+
+def files() -> list[Path]:
+    """Every file that is or would be committed; in a plain copy, every file outside built folders."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode == 0:
+        found = [ROOT / name for name in listed.stdout.splitlines()]
+    else:
+        built = {".venv", "build", "dist", "runs", "__pycache__"}
+        found = [p for p in ROOT.rglob("*") if not built & set(p.relative_to(ROOT).parts)]
+        found = [p for p in found if not re.search(r"/\.\w+_cache/|/\.hypothesis/", str(p))]
+    return [path for path in found if path.is_file()]
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-c", "from bakeoff.cli import main; main()", *arguments)
+
+
+# Words -----------------------------------------------------------------------------------------------------
+
+# Rotated, so that this list doesn't find itself. Each names a circumstance in which the text was made, which
+# is nothing that a reader of the product can use.
+UNWANTED = [
+    codecs.decode(word, "rot13")
+    for word in (
+        r"\ontragf?\o",
+        r"\ovffhrf? #?\q",
+        r"\o(guvf|gur|na?|rnpu|bar|rneyvre|cerivbhf) frffvbaf?\o",
+        r"(?<![\j.$~])/(jbex|ubzr|ebbg)/",
+        r"\opynhqr\o|\onaguebcvp\o|\obcranv\o|\opungtcg\o|\opbcvybg\o",
+        r"\ojbexcynpr\o",
+        r"clcv\.bet|clgubaubfgrq|qbjaybnq\.clgbepu",
+        r"\oGBQB\o|\oKKK\o|\oSVKZR\o",
+    )
+]
+
+
+def unwanted(text: str) -> list[str]:
+    return [found[0] for pattern in UNWANTED for found in re.finditer(pattern, text, re.IGNORECASE)]
+
+
+def test_words() -> None:
+    assert unwanted(codecs.decode("nf bar ntrag fnvq va vffhr 7, frr /jbex/znva", "rot13"))
+    assert not unwanted("agenda, tissue 7, framework/x")
+    found = {}
+    for path in files():
+        if path.name != "LICENSE" and path.suffix not in (".png", ".whl"):
+            words = unwanted(path.read_text(encoding="utf-8"))
+            if words:
+                found[str(path.relative_to(ROOT))] = words
+    assert not found
+
+
+def test_nothing_built_is_committed() -> None:
+    stray = [p for p in files() if p.suffix in (".pyc", ".so", ".cubin", ".whl") or p.stat().st_size > 2**20]
+    assert not stray
+
+
+# Documents -------------------------------------------------------------------------------------------------
+
+
+def commands() -> set[tuple[str, ...]]:
+    """Every make and bakeoff command in the documents: console blocks and code spans."""
+    found: set[tuple[str, ...]] = set()
+    for path in DOCUMENTS:
+        text = path.read_text()
+        blocks = re.findall(r"^```(?:console|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        lines = [line.removeprefix("$ ").split("#")[0] for block in blocks for line in block.splitlines()]
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        lines += re.findall(r"`((?:make|bakeoff) [^`]+)`", prose)
+        for line in lines:
+            match = COMMAND.match(line.strip())
+            if match:
+                found.add((match[1], *match[2].split()))
+    return found
+
+
+def test_documented_commands_exist() -> None:
+    from bakeoff.cli import main
+    from bakeoff.train.recipes import recipe
+
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    context = click.Context(main)
+    wrong = []
+    documented = commands()
+    assert ("make", "demo") in documented
+    assert any(command[0] == "bakeoff" for command in documented)
+    for tool, *words in documented:
+        if tool == "make":
+            wrong += [word for word in words if "=" not in word and word not in targets]
+            continue
+        if words[:1] in (["train"], ["tune"]) and words[1:]:
+            recipe(words[1])
+        group: click.Command = main
+        for word in words:
+            if word.startswith("-"):
+                known = {option for parameter in group.params for option in parameter.opts}
+                wrong += (
+                    [f"bakeoff {group.name} {word}"] if word.split("=")[0] not in known | {"--help"} else []
+                )
+            elif isinstance(group, click.Group):
+                inner = group.get_command(context, word)
+                if inner is None:
+                    wrong.append(f"bakeoff {word}")
+                    break
+                group = inner
+    assert not wrong
+
+
+def test_every_command_explains_itself_and_is_documented() -> None:
+    from bakeoff.cli import main
+
+    names = main.list_commands(click.Context(main))
+    documented = {words[0] for tool, *words in commands() if tool == "bakeoff" and words}
+    assert {"demo", "train", "tune", "bench", "explain", "doctor", "ops", "generate", "table"} <= set(names)
+    assert set(names) - documented - {"demo"} == set()  # demo is documented as `make demo`
+    for name in names:
+        done = cli(name, "--help")
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) > 4, f"bakeoff {name} --help says too little"
+
+
+@pytest.mark.parametrize("command", ["doctor", "ops"])
+def test_cheap_commands_run(command: str) -> None:
+    done = cli(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+
+
+def test_make_help_lists_every_target() -> None:
+    done = run("make", "--no-print-directory", "help")
+    assert done.returncode == 0, done.stderr
+    listed = set(re.findall(r"^make (\w+)", done.stdout, re.MULTILINE))
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    assert listed == set(phony[1].split()) - {"help"} | {"help"}
+
+
+def test_readme_example_runs() -> None:
+    (example,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert len(example.splitlines()) <= 20
+    done = run(sys.executable, "-c", example)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "choice:" in done.stdout
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+def test_map_shows_every_module() -> None:
+    layers = re.search(
+        r"## Layers.*?```\n(.*?)```", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL
+    )
+    assert layers is not None
+    here = {
+        path.stem for path in (ROOT / "src" / "bakeoff").iterdir() if path.is_dir() or path.suffix == ".py"
+    }
+    shown = set(re.findall(r"\w+", layers[1]))
+    assert {name for name in here if not name.startswith("_")} - {"tables"} <= shown
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(bakeoff.__path__, "bakeoff.")
+    return sorted(m.name for m in found if m.name not in ("bakeoff.__main__", "bakeoff.select.worker"))
+
+
+@pytest.mark.parametrize("name", modules())
+def test_docstring_examples(name: str) -> None:
+    if name.endswith((".kernels", ".autograd", ".launch")):
+        pytest.importorskip("triton")
+    module = importlib.import_module(name)
+    failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    assert failed == 0
+
+
+# Imports and start-up --------------------------------------------------------------------------------------
+
+WITHOUT_TRITON = """
+import importlib.util, torch
+assert importlib.util.find_spec("triton") is None
+import bakeoff
+from bakeoff.models import llm_med
+x = torch.randn(4, 8)
+exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+assert torch.allclose(bakeoff.ops.rms_norm(x).double(), exact, atol=1e-5)
+try:
+    bakeoff.ops.rms_norm(x, impl="triton")
+except bakeoff.Unsupported as error:
+    assert "triton is not installed" in str(error), error
+else:
+    raise AssertionError("ran a Triton kernel without Triton")
+print("fine")
+"""
+
+
+def test_works_without_triton(tmp_path: Path) -> None:
+    """A copy of this environment, by links, that really lacks triton."""
+    for folder in dict.fromkeys(map(Path, sys.path)):
+        if folder.name in ("site-packages", "dist-packages") and folder.is_dir():
+            for entry in folder.iterdir():
+                link = tmp_path / entry.name
+                if not entry.name.startswith(("triton", "__pycache__")) and not link.exists():
+                    link.symlink_to(entry)
+    path = os.pathsep.join([str(ROOT / "src"), str(tmp_path)])
+    done = run(sys.executable, "-S", "-c", WITHOUT_TRITON, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "fine\n"
+
+
+def test_import_adds_little_to_torch() -> None:
+    code = "import torch, time; t = time.perf_counter(); import bakeoff; bakeoff.using; bakeoff.ops; {}"
+    seconds = [
+        float(run(sys.executable, "-c", code.format("print(time.perf_counter() - t)")).stdout)
+        for _ in range(5)
+    ]
+    assert min(seconds) < 0.5, seconds
+
+
+def test_help_is_immediate() -> None:
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = cli("--help")
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+    assert min(seconds) < 0.3, seconds

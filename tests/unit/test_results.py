@@ -1,0 +1,242 @@
+"""Committed measurements: each file keeps the format, and each row still measures the source that is here.
+
+A candidate that has changed since must be measured again, or be named stale in the README's table.
+"""
+
+import copy
+import importlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from bakeoff.select import Candidate, find_op, registry
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+
+
+class Env(msgspec.Struct):
+    device: str
+    sms: int
+    memory: int
+    driver: str
+    torch: str
+    triton: str
+    cuda: str
+    python: str
+    date: str
+    commit: str
+    copy_gbps: float
+    matmul_tflops: float
+
+
+class OpRow(msgspec.Struct):
+    """One candidate at one case; the numbers are None where it was rejected."""
+
+    op: str
+    case: str
+    dtype: str
+    regime: Literal["eager", "graph", "compiled"]
+    direction: Literal["forward", "both"]
+    candidate: str
+    us: float | None
+    us_p20: float | None
+    us_p80: float | None
+    bytes: int
+    flops: int
+    share: float | None
+    error: float | None
+    eager_error: float | None
+    verified: bool
+    chosen: bool
+    reason: str
+    source_hash: str
+    peak_bytes: int | None
+    measure: Literal["time", "host", "overhead"] = "time"
+    """What `us` is: a contest's time; the host's time of a tiny call; what selection adds to a call."""
+
+
+class ModelRow(msgspec.Struct, kw_only=True):
+    """Something done with a whole model."""
+
+    model: str
+    mode: str
+    batch: int
+    seq: int
+    params: int
+    step_us: float
+
+
+class RunRow(ModelRow):
+    """A training run."""
+
+    tokens_per_s: float
+    launches: int
+    syncs: int
+    peak_bytes: int
+    loss: float
+
+
+class TuneRow(ModelRow):
+    """Seconds that tuning takes from nothing, and with the table there."""
+
+    tune_s: float
+    cached_start_s: float
+
+
+def problems(document: dict[str, Any], stale: str = "") -> list[str]:
+    """What is wrong with a results file, in words; `stale` is the text that names stale candidates."""
+    if document.get("schema") != 1:
+        return [f"schema is {document.get('schema')!r}, expected 1"]
+    found = []
+    try:
+        msgspec.convert(document.get("env"), Env)
+    except msgspec.ValidationError as error:
+        found.append(f"env: {error}")
+    rows = document.get("rows") or []
+    if not rows:
+        found.append("there are no rows")
+    contests: dict[str, list[OpRow]] = {}
+    for number, raw in enumerate(rows):
+        kind = OpRow if "op" in raw else TuneRow if "tune_s" in raw else RunRow
+        try:
+            row = msgspec.convert(raw, kind)
+        except msgspec.ValidationError as error:
+            found.append(f"row {number}: {error}")
+            continue
+        if isinstance(row, OpRow):
+            found += [f"row {number}: {text}" for text in _wrong(row, stale)]
+            if row.measure == "time":
+                cell = f"{row.op} {row.case} {row.dtype} {row.regime} {row.direction}"
+                contests.setdefault(cell, []).append(row)
+    for cell, held in contests.items():
+        chosen = sum(row.chosen for row in held)
+        if chosen != any(row.us is not None for row in held):  # one that could not be held has no winner
+            found.append(f"{cell}: {chosen} rows are chosen")
+    return found
+
+
+def _wrong(row: OpRow, stale: str) -> list[str]:
+    found = []
+    if row.chosen and not row.verified:
+        found.append(f"{row.candidate} is chosen and not verified")
+    if row.us is None:
+        if row.chosen or not row.reason:
+            found.append("has no time, so it isn't chosen and says why")
+    elif not math.isfinite(row.us):
+        found.append(f"its time is {row.us}")
+    elif row.measure != "overhead":
+        if row.us_p20 is None or row.us_p80 is None or row.share is None:
+            found.append("has a time without its spread and its share of the limit")
+        elif not 0 < row.us_p20 <= row.us <= row.us_p80 < math.inf or row.share <= 0:
+            found.append(f"out of order: {row.us_p20}, {row.us}, {row.us_p80}; share {row.share}")
+    if row.op not in registry:
+        return [*found, f"there is no op {row.op!r}"]
+    candidate = find_op(row.op).by_name.get(row.candidate)
+    if candidate is None:
+        found.append(f"{row.op} has no candidate {row.candidate!r}")
+    elif _changed(row, candidate) and not re.search(rf"\b{row.op} {row.candidate}\b", stale):
+        found.append(
+            f"{row.op} {row.candidate} measured source {row.source_hash}, here is {candidate.source_hash}: "
+            f"run `bakeoff bench` again, or `python -m bakeoff.bench.readme`, which marks it stale"
+        )
+    return found
+
+
+def _changed(row: OpRow, candidate: Candidate) -> bool:
+    """Whether our own candidate is another one now. A peer's hash holds the version installed there."""
+    return set(candidate.requires) <= {"triton"} and candidate.source_hash != row.source_hash
+
+
+def test_committed_files() -> None:
+    importlib.import_module("bakeoff.ops")
+    stale = " ".join(re.findall(r"^Stale.*$", (ROOT / "README.md").read_text(), re.MULTILINE))
+    found = []
+    for path in sorted(RESULTS.rglob("*.json")):
+        texts = problems(json.loads(path.read_text()), stale)
+        found += [f"{path.relative_to(RESULTS)}: {text}" for text in texts]
+    assert not found, "\n".join(found[:20])
+
+
+def good() -> dict[str, Any]:
+    importlib.import_module("bakeoff.ops")
+    candidate = find_op("rms_norm").candidate("eager")
+    row = {
+        "op": "rms_norm", "case": "8192x4096", "dtype": "bfloat16", "regime": "graph", "direction": "both",
+        "candidate": "eager", "us": 220.0, "us_p20": 219.0, "us_p80": 221.5, "bytes": 335544320,
+        "flops": 10**8, "share": 0.5, "error": 1e-3, "eager_error": 1e-3, "verified": True, "chosen": True,
+        "reason": "", "source_hash": candidate.source_hash, "peak_bytes": 1,
+    }  # fmt: skip
+    out = {
+        **row, "candidate": "compiled", "us": None, "us_p20": None, "us_p80": None, "share": None,
+        "error": None, "verified": False, "chosen": False, "reason": "it lost a gradient",
+        "source_hash": find_op("rms_norm").candidate("compiled").source_hash, "peak_bytes": None,
+    }  # fmt: skip
+    overhead = {
+        **row, "measure": "overhead", "us": -0.1, "us_p20": None, "us_p80": None, "share": None,
+        "chosen": False, "verified": False, "peak_bytes": None,
+    }  # fmt: skip
+    model = {
+        "model": "llm-med", "mode": "train", "batch": 48, "seq": 512, "params": 10**7, "step_us": 1e5,
+        "tokens_per_s": 2e5, "launches": 300, "syncs": 0, "peak_bytes": 10**9, "loss": 1.5,
+    }  # fmt: skip
+    tune = {**model, "mode": "tune", "tune_s": 12.0, "cached_start_s": 0.1}
+    env = {
+        "device": "NVIDIA H100 80GB HBM3", "sms": 132, "memory": 85 * 10**9, "driver": "580",
+        "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "python": "3.12.3",
+        "date": "2026-01-01", "commit": "abc", "copy_gbps": 3020.0, "matmul_tflops": 605.0,
+    }  # fmt: skip
+    return {"schema": 1, "env": env, "rows": [row, out, overhead, model, tune]}
+
+
+def test_a_good_file_passes() -> None:
+    assert problems(good()) == []
+
+
+def test_a_contest_that_could_not_be_held_passes() -> None:
+    document = good()
+    document["rows"] = document["rows"][1:2]
+    assert problems(document) == []
+
+
+def test_a_stale_row_must_be_named() -> None:
+    document = good()
+    document["rows"][0]["source_hash"] = "000000000000"
+    assert problems(document)
+    assert problems(document, "Stale, measured with an earlier source: rotary eager.")
+    assert not problems(document, "Stale, measured with an earlier source: rms_norm eager, rotary triton.")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("schema",), 2, "schema"),
+        (("env", "sms"), "132", "env"),
+        (("rows",), [], "no rows"),
+        (("rows", 0, "source_hash"), "000000000000", "run `bakeoff bench` again"),
+        (("rows", 0, "us"), math.nan, "time is nan"),
+        (("rows", 0, "us_p80"), 1.0, "out of order"),
+        (("rows", 0, "verified"), False, "chosen and not verified"),
+        (("rows", 0, "chosen"), False, "0 rows are chosen"),
+        (("rows", 0, "candidate"), "cobol", "no candidate 'cobol'"),
+        (("rows", 0, "op"), "rmsnorm", "no op 'rmsnorm'"),
+        (("rows", 0, "regime"), "warp", "regime"),
+        (("rows", 1, "reason"), "", "says why"),
+        (("rows", 1, "chosen"), True, "isn't chosen"),
+        (("rows", 2, "us"), math.inf, "time is inf"),
+        (("rows", 3, "loss"), None, "loss"),
+        (("rows", 4, "tune_s"), "12", "tune_s"),
+    ],
+)
+def test_a_bad_file_is_seen(place: tuple[Any, ...], value: Any, message: str) -> None:
+    document = copy.deepcopy(good())
+    spot: Any = document
+    for step in place[:-1]:
+        spot = spot[step]
+    spot[place[-1]] = value
+    assert any(message in text for text in problems(document)), problems(document)
