@@ -1,0 +1,184 @@
+"""Device facts and measured ceilings."""
+
+import functools
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+__all__ = ["Ceilings", "Facts", "ceilings", "disturbance", "facts", "l2_bytes", "limit_us", "pulse"]
+
+DRIFT = 0.05  # a pulse that changes by more than this says that clocks or load moved
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What makes measurements comparable: another `device`, `sms` or `memory` is another machine; other
+    versions make a measurement stale."""
+
+    device: str
+    sms: int
+    memory: int
+    torch: str
+    triton: str
+    cuda: str
+    driver: str = ""
+    python: str = ""
+
+    @property
+    def same_machine(self) -> tuple[str, int, int]:
+        """The part that must be equal for a verdict to apply at all (memory in whole GiB)."""
+        return self.device, self.sms, round(self.memory / 2**30)
+
+    @property
+    def same_software(self) -> tuple[str, str, str, str]:
+        """The part whose change makes a verdict stale."""
+        return self.torch, self.triton, self.cuda, self.driver
+
+
+class Ceilings(msgspec.Struct, frozen=True):
+    """Measured limits: copy bandwidth (bytes read plus written, GB/s) and matmul rate (TFLOP/s)."""
+
+    copy_gbps: float
+    matmul_tflops: float
+    matmul_dtype: str
+
+
+@functools.cache
+def facts(device: str = "cuda") -> Facts:
+    """The facts of `device` ("cpu", "cuda" or "cuda:N")."""
+    import importlib.metadata
+
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    versions = {"torch": str(torch.__version__), "triton": triton, "python": platform.python_version()}
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(device)
+        return Facts(
+            properties.name,
+            properties.multi_processor_count,
+            properties.total_memory,
+            cuda=torch.version.cuda or torch.version.hip or "none",
+            driver=_driver(),
+            **versions,
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return Facts(_cpu_name(), os.cpu_count() or 1, memory, cuda="none", **versions)
+
+
+@functools.cache
+def l2_bytes(device: str) -> int:
+    """The size of the last cache before memory; 0 on the CPU, where inputs are not rotated beyond it."""
+    if not device.startswith("cuda"):
+        return 0
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+@functools.cache
+def ceilings(device: str) -> Ceilings:
+    """The device's measured limits (about a second; remembered for the process)."""
+    cuda = device.startswith("cuda")
+    free = torch.cuda.mem_get_info(device)[0] if cuda else 2**30
+    count = min(2**30, free // 8) if cuda else 2**26
+    copy_s = _copy_seconds(count, device)
+    dtype = torch.bfloat16 if cuda and torch.cuda.is_bf16_supported() else torch.float32
+    n = 8192 if cuda else 1024
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    b = torch.randn(n, n, device=device, dtype=dtype)
+    matmul_s = _best(lambda: a @ b, device)
+    return Ceilings(2 * count / copy_s / 1e9, 2 * n**3 / matmul_s / 1e12, str(dtype).removeprefix("torch."))
+
+
+def _copy_seconds(nbytes: int, device: str) -> float:
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_(0, 255)
+    target = torch.empty_like(source)
+    return _best(lambda: target.copy_(source), device)
+
+
+def limit_us(bytes_: int, flops: int, device: str) -> float:
+    """The least time in microseconds that `bytes_` of traffic or `flops` of arithmetic take on `device`."""
+    top = ceilings(device)
+    return max(bytes_ / (top.copy_gbps * 1e3), flops / (top.matmul_tflops * 1e6))
+
+
+def pulse(device: str) -> float:
+    """Seconds of a small fixed piece of work, to see clocks drift or somebody else arrive; 0 on the CPU, whose
+    load the spread of the times shows."""
+    if not device.startswith("cuda"):
+        return 0.0
+    x = torch.ones(2**25, device=device)
+    return _best(lambda: x.add_(1), device, repeats=10)
+
+
+def disturbance(device: str, before: float = 0.0) -> str:
+    """Why times taken since `before` (an earlier `pulse`) deserve little trust, or an empty text."""
+    found = []
+    if before:
+        drift = pulse(device) / before - 1
+        if abs(drift) > DRIFT:
+            found.append(f"the device's speed drifted by {drift:+.0%} during the contest")
+    strangers = _strangers() if device.startswith("cuda") else 0
+    if strangers:
+        found.append(f"{strangers} other process(es) use the GPU")
+    return "; ".join(found)
+
+
+def _best(call: object, device: str, repeats: int = 5) -> float:
+    assert callable(call)
+    cuda = device.startswith("cuda")
+    call()
+    taken = []
+    for _ in range(repeats):
+        if cuda:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(4):
+            call()
+        if cuda:
+            torch.cuda.synchronize(device)
+        taken.append((time.perf_counter() - start) / 4)
+    return min(taken)
+
+
+def _strangers() -> int:
+    """Compute processes on the GPUs other than this one and the one that started it."""
+    listed = _nvidia_smi("--query-compute-apps=pid").split()
+    pids = {int(pid) for pid in listed if pid.isdigit()}
+    own = {os.getpid(), os.getppid()}
+    # In a container the listed numbers are the host's; then two processes may be ours.
+    return len(pids - own) if pids & own else max(0, len(pids) - 2)
+
+
+@functools.cache
+def _driver() -> str:
+    return (_nvidia_smi("--query-gpu=driver_version").split() or [""])[0]
+
+
+def _nvidia_smi(query: str) -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [program, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+@functools.cache
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

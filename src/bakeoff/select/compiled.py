@@ -1,0 +1,70 @@
+"""The ``compiled`` candidate: torch.compile of a plain PyTorch formula."""
+
+import os
+import shutil
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bakeoff.select.op import Case, TensorMeta
+
+__all__ = ["compiled", "compiler_missing"]
+
+_STATIC = 8
+
+
+def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """`formula` under torch.compile: exact shapes get code of their own, until there are too many of them.
+
+    The first `_STATIC` shapes of each set of dtypes, flags and feature sizes are compiled for themselves, which
+    is the fastest torch.compile does; later ones share code with dynamic shapes, so that changing lengths
+    don't compile forever.
+    """
+    units: dict[tuple[Any, ...], Callable[..., Any]] = {}
+    shapes: dict[tuple[Any, ...], set[Any]] = {}
+
+    def call(*args: Any) -> Any:
+        recorded = torch.is_grad_enabled()
+        family = tuple(
+            (a.shape[-1:], a.dim(), a.dtype, a.device, a.requires_grad and recorded)
+            if isinstance(a, torch.Tensor)
+            else a
+            for a in args
+        )
+        shape = tuple(a.shape for a in args if isinstance(a, torch.Tensor))
+        known = shapes.setdefault(family, set())
+        if len(known) < _STATIC:
+            known.add(shape)
+        static = shape in known
+        unit = (family, shape) if static else (family,)
+        found = units.get(unit)
+        if found is None:
+            found = units[unit] = torch.compile(_twin(formula), fullgraph=True, dynamic=False if static else None)
+        return found(*args)
+
+    call.__doc__ = f"torch.compile of {formula.__module__}.{formula.__name__}"
+    call.__module__ = formula.__module__
+    return call
+
+
+def _twin(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """`formula` with a code object of its own: torch.compile counts recompilations per code object and
+    gives up after a few."""
+    code, defaults = formula.__code__.replace(), formula.__defaults__
+    return types.FunctionType(code, formula.__globals__, formula.__name__, defaults)
+
+
+def compiler_missing(case: Case) -> str | None:
+    """Why torch.compile can't generate code for this case's device, or None."""
+    if any(isinstance(a, TensorMeta) and a.numel == 0 for a in case.args.values()):
+        return "an empty tensor is not worth compiling for"
+    if case.device.startswith("cuda"):
+        import importlib.util
+
+        return None if importlib.util.find_spec("triton") else "torch.compile needs triton on a GPU"
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None and shutil.which("clang++") is None:
+        return f"torch.compile needs a C++ compiler on the CPU ({compiler} not found; install g++ or set CXX)"
+    return None

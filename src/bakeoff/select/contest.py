@@ -1,0 +1,262 @@
+"""A contest: supports -> verify -> measure -> decide, for one case, in this process.
+
+`bakeoff.select.worker` holds the same contest in a process of its own, so that a candidate that
+crashes or hangs is a rejection and not the end of a training run.
+"""
+
+import datetime
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from bakeoff import hardware
+from bakeoff.errors import ContestError
+from bakeoff.select.key import key
+from bakeoff.select.measure import GraphTimer, HostTimer, Timer, Timing, input_sets, interleave, work
+from bakeoff.select.op import Candidate, Case, Op
+from bakeoff.select.verdict import Trial, Verdict, decide
+from bakeoff.select.verify import Errors, Rejected, Yardstick, verify, yardsticks
+
+__all__ = ["DeviceLost", "contest", "regimes_of", "timers_for"]
+
+Announce = Callable[[str], None]
+
+
+class DeviceLost(ContestError):
+    """A candidate broke the CUDA context; nothing more can run in this process."""
+
+    def __init__(self, candidate: str, reason: str) -> None:
+        super().__init__(f"{candidate}: {reason}")
+        self.candidate, self.reason = candidate, reason
+
+
+def regimes_of(case: Case) -> tuple[str, ...]:
+    """The regimes one contest settles together on this case's device."""
+    return ("eager", "graph") if case.device.startswith("cuda") else ("eager",)
+
+
+def timers_for(case: Case) -> dict[str, Timer]:
+    """The timer of each regime."""
+    host = HostTimer(case.device)
+    return {"eager": host, "compiled": host, "graph": GraphTimer(case.device)}
+
+
+def contest(
+    op: Op,
+    case: Case,
+    regimes: Sequence[str] | None = None,
+    *,
+    budget_s: float = 2.0,
+    timers: Mapping[str, Timer] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    skip: Mapping[str, str] | None = None,
+    announce: Announce = lambda stage: None,
+) -> list[Verdict]:
+    """Hold a contest at the case's representative and return one verdict per regime; candidates are verified
+    at the case as it is, too.
+
+    `budget_s` bounds the time spent measuring (verification comes on top); `skip` names candidates already
+    known to be out, with the reason; `announce` hears each stage as it begins (``candidate: stage``), and the
+    candidate's bare name before each sample.
+    """
+    op.check(case)
+    called, case = case, op.bucket(case)
+    regimes = tuple(regimes or regimes_of(case))
+    timers = timers or timers_for(case)
+    announce("prepare the reference")
+    try:
+        sticks = yardsticks(op, case, called)
+        passed, rejected = _qualify(op, case, sticks, dict(skip or {}), announce)
+        del sticks[1:]
+        _release(case)
+        sets = input_sets(op, case, 3 * hardware.l2_bytes(case.device))
+    except torch.cuda.OutOfMemoryError as error:
+        name = key(op, case, regimes[0])
+        raise ContestError(f"not enough GPU memory to hold a contest for {name}") from error
+    before = hardware.pulse(case.device)
+    measured = {}
+    for regime in regimes:
+        share = budget_s / len(regimes)
+        measured[regime] = _measure(op, case, regime, passed, sets, timers[regime], share, clock, announce)
+    warning = hardware.disturbance(case.device, before)
+    rejected |= _recheck(op, sticks, passed)
+    verdicts = [
+        _verdict(op, case, regime, passed, timings, {**rejected, **out}, warning)
+        for regime, (timings, out) in measured.items()
+    ]
+    del sets
+    _release(case)
+    return verdicts
+
+
+def _qualify(
+    op: Op, case: Case, sticks: Sequence[Yardstick], rejected: dict[str, str], announce: Announce
+) -> tuple[dict[str, tuple[Errors, bool]], dict[str, str]]:
+    passed: dict[str, tuple[Errors, bool]] = {}
+    for candidate in op.candidates:
+        if candidate.name in rejected:
+            continue
+        reasons = candidate.reasons(case)
+        if reasons:
+            rejected[candidate.name] = "; ".join(reasons)
+            continue
+        announce(f"{candidate.name}: compile and verify")
+        try:
+            passed[candidate.name] = verify(op, candidate, sticks)
+        except Exception as error:  # whatever a candidate raises is its rejection
+            rejected[candidate.name] = _reason(candidate, error)
+    if op.incumbent.name not in passed:
+        raise ContestError(
+            f"{op.name}: the incumbent {op.incumbent.name!r} itself fails: {rejected[op.incumbent.name]}"
+        )
+    return passed, rejected
+
+
+def _recheck(op: Op, sticks: Sequence[Yardstick], passed: Mapping[str, Any]) -> dict[str, str]:
+    """Verify once more after all the timed calls: what was right at first must still be right."""
+    wrong = {}
+    for name in passed:
+        if name == op.incumbent.name:
+            continue
+        try:
+            verify(op, op.by_name[name], sticks)
+        except Exception as error:
+            wrong[name] = f"after {name} had been timed: {_reason(op.by_name[name], error)}"
+    return wrong
+
+
+def _measure(
+    op: Op,
+    case: Case,
+    regime: str,
+    passed: Mapping[str, Any],
+    sets: Sequence[tuple[list[Any], list[Any]]],
+    timer: Timer,
+    budget_s: float,
+    clock: Callable[[], float],
+    announce: Announce,
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    samplers: dict[str, Callable[[], float]] = {}
+    rejected: dict[str, str] = {}
+    for candidate in op.candidates:
+        if candidate.name not in passed:
+            continue
+        unfit = _unfit(candidate, regime)
+        if unfit:
+            rejected[candidate.name] = unfit
+            continue
+        announce(f"{candidate.name}: measure ({regime})")
+        call = _in_situ(candidate.call) if regime == "compiled" else candidate.call
+        try:
+            samplers[candidate.name] = timer.sampler(work(op, case, call, sets))
+        except Exception as error:
+            rejected[candidate.name] = _reason(candidate, error)
+    while op.incumbent.name in samplers:
+        try:
+            watched = {name: _watched(name, sample, announce) for name, sample in samplers.items()}
+            return interleave(watched, budget_s, clock), rejected
+        except _Failed as failed:  # it is out, and the others start again
+            rejected[failed.candidate] = _reason(op.by_name[failed.candidate], failed.error)
+            del samplers[failed.candidate]
+    raise ContestError(f"{op.name}: the incumbent can't be measured: {rejected[op.incumbent.name]}")
+
+
+class _Failed(Exception):
+    def __init__(self, candidate: str, error: Exception) -> None:
+        super().__init__(candidate)
+        self.candidate, self.error = candidate, error
+
+
+def _watched(name: str, sample: Callable[[], float], announce: Announce) -> Callable[[], float]:
+    """`sample`, with the candidate's name on what goes wrong in it, also on a crash or a hang."""
+
+    def watched() -> float:
+        announce(name)
+        try:
+            return sample()
+        except Exception as error:
+            raise _Failed(name, error) from error
+
+    return watched
+
+
+def _unfit(candidate: Candidate, regime: str) -> str | None:
+    if regime == "graph" and not candidate.capturable:
+        return "can't be captured in a CUDA graph"
+    if regime == "compiled" and candidate.name == "compiled":
+        return "is the same as eager inside a compiled region"
+    if regime == "compiled" and not candidate.traceable:
+        return "can't be traced by torch.compile"
+    return None
+
+
+def _in_situ(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The op inside a compiled region with pointwise neighbours, so that losing their fusion counts."""
+
+    def region(*args: Any) -> Any:
+        outputs = call(*[a * 1.5 if _is_floating(a) and a.dim() > 1 else a for a in args])
+        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        return tuple(out * 1.5 if _is_floating(out) else out for out in outputs)
+
+    compiled: Callable[..., Any] = torch.compile(region, fullgraph=True)
+    return compiled
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _verdict(
+    op: Op,
+    case: Case,
+    regime: str,
+    passed: Mapping[str, tuple[Errors, bool]],
+    timings: Mapping[str, Timing],
+    rejected: Mapping[str, str],
+    warning: str,
+) -> Verdict:
+    trials = []
+    rejected = {name: _printable(reason) for name, reason in rejected.items()}
+    for candidate in op.candidates:
+        errors, deterministic = passed.get(candidate.name, (None, candidate.deterministic))
+        trials.append(
+            Trial(
+                candidate.name,
+                candidate.source_hash,
+                timings.get(candidate.name),
+                errors,
+                deterministic,
+                rejected.get(candidate.name),
+            )
+        )
+    winner, why = decide(trials)
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    cost = op.cost(case)
+    return Verdict(key(op, case, regime), op.name, regime, winner, why, tuple(trials), cost, date, warning)
+
+
+def _printable(text: str) -> str:
+    """`text` as one line that is safe to print and to keep in a table."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _reason(candidate: Candidate, error: Exception) -> str:
+    if isinstance(error, Rejected):
+        return str(error)
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return "CUDA out of memory"
+    first = (str(error).strip().splitlines() or [""])[0]
+    reason = f"{type(error).__name__}: {first[:300]}"
+    if "CUDA error" in first or "CUDA driver error" in first:
+        raise DeviceLost(candidate.name, reason) from error
+    return reason
+
+
+def _release(case: Case) -> None:
+    if case.device.startswith("cuda"):
+        gc.collect()
+        torch.cuda.empty_cache()

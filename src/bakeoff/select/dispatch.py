@@ -1,0 +1,213 @@
+"""Dispatch: from a call to a candidate, when the hot path's memo doesn't know it yet."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from bakeoff.errors import PolicyError, Unsupported
+from bakeoff.select import hot, policy
+from bakeoff.select.key import key
+from bakeoff.select.op import Candidate, Case, Op, TensorMeta, find_op
+from bakeoff.select.table import Found
+from bakeoff.select.tune import recordings, settle
+
+__all__ = ["Choice", "checked", "choose", "dispatch"]
+
+log = logging.getLogger("bakeoff")
+_MOST_REMEMBERED = 4096
+_UNKNOWN_ROWS = 4096  # stands for the number of rows while tracing, where lengths must stay symbolic
+
+_said: set[str] = set()
+
+
+class Choice(NamedTuple):
+    """The candidate for a case, why, and the verdict behind it (None where there is none)."""
+
+    candidate: Candidate
+    why: str
+    found: Found | None
+
+
+def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
+    """Decide for this call, remember the decision, and run it."""
+    if torch.compiler.is_compiling():
+        return _traced(op, args, impl)
+    if impl is not None:
+        return _explicit(op, args, impl)(*args)
+    case = checked(op, args)
+    if any(type(a) not in (torch.Tensor, torch.nn.Parameter) for a in args if isinstance(a, torch.Tensor)):
+        return op.incumbent.call(*args)  # a wrapper tensor: plain PyTorch composes with it, kernels may not
+    settings = policy.current()
+    if recordings:
+        recordings[-1][key(op, case, settings.on(case.device)), case.device] = (op, case)
+        return choose(op, case, _unsettled(settings)).candidate.call(*args)
+    call = choose(op, case, settings).candidate.call
+    if not recordings:  # a recording that began meanwhile must see the next such call
+        decided = policy.memo(settings)
+        if len(decided) >= _MOST_REMEMBERED:
+            decided.clear()
+        where = (op, torch.is_grad_enabled(), torch._C._get_deterministic_algorithms())
+        decided[*where, *hot.fingerprint(args)] = call
+    return call(*args)
+
+
+def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
+    """The decision for `case` under `settings`; holds a contest only under the ``tune`` policy."""
+    forced = dict(settings.overrides).get(op.name)
+    if forced:
+        return Choice(_able(op, case, forced, settings.regime), "forced by override", None)
+    if settings.policy == "off":
+        return Choice(op.incumbent, "selection is off", None)
+    name = key(op, case, settings.on(case.device))
+    if settings.policy == "pinned":
+        row = policy.pinned_table(settings).rows.get(name)
+        found = Found(row, f"pinned table {settings.pinned}", stale=False) if row else None
+    elif settings.policy == "heuristic":
+        found = None
+    else:
+        found = policy.store.lookup(op, name, case.device)
+        if found is None and settings.policy == "tune" and _may_tune(case, settings.regime):
+            settle(op, case, settings.on(case.device))
+            found = policy.store.lookup(op, name, case.device)
+    if found:
+        able = _first_able(op, case, found)
+        if able:
+            stale = " (measured under other versions)" if found.stale else ""
+            won = able.name == found.verdict.winner
+            why = found.verdict.why if won else "the winner can't take this case"
+            return Choice(able, f"{why}, from {found.source}{stale}", found)
+    return _missed(op, case, settings, name)
+
+
+def _missed(op: Op, case: Case, settings: policy.Settings, name: str) -> Choice:
+    if settings.policy == "strict":
+        raise PolicyError(
+            f"no verdict for {name}, and the policy is strict. Run bakeoff.tune(step) or "
+            f"`bakeoff tune` on this machine first, or use the policy 'table'"
+        )
+    if settings.policy == "pinned":
+        _say_once(f"{name} is not in {settings.pinned}: plain PyTorch is used", logging.WARNING)
+        return Choice(op.incumbent, "not in the pinned table", None)
+    guess = op.by_name[op.heuristic(case, settings.regime)]
+    reasons = guess.reasons(case)
+    if reasons:
+        if guess.absent:
+            _say_once(f"{guess.absent}: {op.name} runs on plain PyTorch", logging.WARNING)
+        return Choice(op.incumbent, f"no verdict; {guess.name}: {'; '.join(reasons)}", None)
+    _say_once(f"{name} is outside the measured range: the heuristic takes {guess.name}", logging.INFO)
+    return Choice(guess, "no verdict: heuristic", None)
+
+
+def _first_able(op: Op, case: Case, found: Found) -> Candidate | None:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    for name in found.verdict.ranking(deterministic=deterministic):
+        candidate = op.by_name.get(name)
+        if candidate and not candidate.reasons(case):
+            return candidate
+    return None
+
+
+def _able(op: Op, case: Case, name: str, regime: str) -> Candidate:
+    candidate = op.candidate(name)
+    reasons = candidate.reasons(case)
+    if regime == "compiled" and not candidate.traceable:
+        reasons.append("can't be traced by torch.compile")
+    if reasons:
+        raise Unsupported(f"{op.name}: {name!r} can't take this case: {'; '.join(reasons)}")
+    return candidate
+
+
+def _explicit(op: Op, args: Sequence[Any], impl: str) -> Any:
+    return _able(op, checked(op, args), impl, "eager").call
+
+
+def checked(op: Op, args: Sequence[Any]) -> Case:
+    """The call's case, or an error that names the wrong argument and the fix."""
+    devices: dict[str, str] = {}
+    for name, arg in zip(op.params, args, strict=True):
+        if not isinstance(arg, torch.Tensor):
+            continue
+        if type(arg).__name__ == "DTensor":
+            raise Unsupported(
+                f"{op.name}: {name} is a DTensor; ops work on local shards: pass {name}.to_local()"
+            )
+        devices.setdefault(str(arg.device), name)
+    if len(devices) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"{op.name}: all tensors must be on one device, got {places}; move them with .to(device)"
+        )
+    case = op.case(args)
+    op.check(case)
+    return case
+
+
+def _may_tune(case: Case, regime: str) -> bool:
+    """Not while tracing or capturing a CUDA graph, not inside backward (recomputation), not without data."""
+    if regime == "compiled" or case.device == "meta":
+        return False
+    if case.device.startswith("cuda") and torch.cuda.is_current_stream_capturing():
+        _say_once("a CUDA graph is being captured: not tuning now", logging.WARNING)
+        return False
+    return torch._C._current_graph_task_id() == -1
+
+
+def _unsettled(settings: policy.Settings) -> policy.Settings:
+    """`settings` for a call that must neither hold a contest nor fail for want of one."""
+    if settings.policy in ("tune", "strict"):
+        return msgspec.structs.replace(settings, policy="table")
+    return settings
+
+
+def _traced(op: Op, args: Sequence[Any], impl: str | None) -> Any:
+    """Inside torch.compile: the decision is a constant, read from the table without touching row counts."""
+    known: list[Any] = []
+    for name, arg in zip(op.params, args, strict=True):
+        if isinstance(arg, torch.Tensor):
+            rows = arg.dim() - op.features[name]
+            known.append((tuple(arg.shape[rows:]), rows, arg.dtype, str(arg.device), arg.requires_grad))
+        else:
+            known.append(arg)
+    return op.traced[_constant_choice(op.name, tuple(known), torch.is_grad_enabled(), impl)](*args)
+
+
+def _constant_choice(op_name: str, known: tuple[Any, ...], grad: bool, impl: str | None) -> str:
+    op = find_op(op_name)
+    values: dict[str, Any] = {}
+    device = "cpu"
+    # Equal in every row dimension, so that arguments agree with each other whatever their dimensions mean.
+    most = max([rows for _, rows, *_ in (value for value in known if isinstance(value, tuple))], default=1)
+    size = round(_UNKNOWN_ROWS ** (1 / max(most, 1)))
+    for name, value in zip(op.params, known, strict=True):
+        if isinstance(value, tuple) and len(value) == 5:
+            features, rows, dtype, device, wants = value
+            shape = (*([size] * rows), *features)
+            values[name] = TensorMeta.dense(shape, dtype, grad=wants and grad)
+        else:
+            values[name] = value
+    case = Case(values, device)
+    settings = msgspec.structs.replace(policy.current(), regime="compiled")
+    if impl is not None:
+        chosen = _able(op, case, impl, "compiled")
+    else:
+        if recordings:
+            recordings[-1][key(op, case, "compiled"), device] = (op, case)
+            settings = _unsettled(settings)
+        chosen = choose(op, case, settings).candidate
+    if chosen.name == "compiled":
+        chosen = op.incumbent  # the region around it is compiled already
+    op.traced[chosen.name] = chosen.call
+    return chosen.name
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import all of torch._dynamo at once.
+_constant_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _say_once(text: str, level: int) -> None:
+    if text not in _said:
+        _said.add(text)
+        log.log(level, text)

@@ -1,0 +1,79 @@
+"""Inputs for a case: ordinary ones and ones chosen to break kernels."""
+
+from typing import Any
+
+import torch
+
+from bakeoff.select.op import Case, Op, TensorMeta
+
+__all__ = ["DRAWS", "cotangent", "inputs"]
+
+DRAWS = ("normal", "adversarial")
+
+
+def inputs(op: Op, case: Case, seed: int, kind: str = "normal") -> list[Any]:
+    """The op's positional arguments, drawn reproducibly from `seed`.
+
+    "adversarial" keeps the shapes and gives every eighth row another trouble: a large mean, a large
+    scale, tiny values, zeros, one hot element.
+    """
+    generator = torch.Generator(device=case.device).manual_seed(seed)
+    args: list[Any] = []
+    for name in op.params:
+        value = case.args[name]
+        if not isinstance(value, TensorMeta):
+            args.append(value)
+            continue
+        drawn = op.draw(name, value, generator) if op.draw else None
+        if drawn is None:
+            drawn = _normal(value, generator, case.device)
+            if kind == "adversarial":
+                _disturb(drawn)
+        args.append(_placed(drawn, value).requires_grad_(value.requires_grad))
+    return args
+
+
+def cotangent(output: torch.Tensor, seed: int, kind: str = "normal") -> torch.Tensor:
+    """A ready-made gradient for `output`; adversarially an expanded (stride 0) or transposed one."""
+    generator = torch.Generator(device=output.device).manual_seed(seed)
+    shape = output.shape
+    if not (output.dtype.is_floating_point or output.dtype.is_complex):
+        return torch.zeros_like(output)  # carries no gradient; only its shape and dtype are looked at
+    if kind == "normal" or output.dim() < 2 or output.numel() == 0:
+        return _normal(TensorMeta.of(output), generator, str(output.device))
+    if seed % 2:
+        row = TensorMeta.dense(shape[-1:], output.dtype)
+        return _normal(row, generator, str(output.device)).expand(shape)
+    turned = TensorMeta.dense((*shape[:-2], shape[-1], shape[-2]), output.dtype)
+    return _normal(turned, generator, str(output.device)).transpose(-1, -2)
+
+
+def _placed(drawn: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """`drawn` in the layout of `meta`; windows that overlap in memory become dense."""
+    once = tuple(1 if step == 0 else size for size, step in zip(meta.shape, meta.stride, strict=True))
+    reach = 0
+    for step, size in sorted(zip(meta.stride, once, strict=True)):
+        if size > 1 and step <= reach:
+            return drawn.contiguous()
+        reach += (size - 1) * step
+    tensor = torch.empty_strided(once, meta.stride, dtype=meta.dtype, device=drawn.device)
+    tensor.copy_(drawn[tuple(slice(size) for size in once)])
+    return tensor.expand(meta.shape)
+
+
+def _normal(meta: TensorMeta, generator: torch.Generator, device: str) -> torch.Tensor:
+    if not (meta.dtype.is_floating_point or meta.dtype.is_complex):
+        raise TypeError(f"an op with a {meta.dtype} argument must draw it itself (Op.draw)")
+    return torch.randn(meta.shape, generator=generator, dtype=meta.dtype, device=device)
+
+
+def _disturb(tensor: torch.Tensor) -> None:
+    """Give rows i, i+8, i+16, ... the i-th trouble, in place; a tensor of one row gets a large mean."""
+    if tensor.numel() == 0:
+        return
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+    rows[0::8] += 30
+    rows[1::8] *= 1000
+    rows[2::8] *= 1e-4
+    rows[3::8] = 0
+    rows[4::8, rows.shape[-1] // 2] += 3000

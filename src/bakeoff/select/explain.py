@@ -1,0 +1,111 @@
+"""Explain: the choice for a call, why, and everything the contest found."""
+
+from typing import Any
+
+import msgspec
+import torch
+
+from bakeoff import hardware
+from bakeoff.select import policy
+from bakeoff.select.dispatch import checked, choose
+from bakeoff.select.key import key
+from bakeoff.select.op import Op, find_op
+from bakeoff.select.verdict import Verdict
+
+__all__ = ["Explanation", "Row", "explain", "rows_of"]
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One candidate in an explanation. `share` is the part of the machine's limit it reaches (0 to 1)."""
+
+    candidate: str
+    us: float | None
+    share: float | None
+    error: float | None
+    chosen: bool
+    why: str
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Why a call runs what it runs; `str()` of it is the table that the command line prints."""
+
+    op: str
+    key: str
+    choice: str
+    why: str
+    source: str
+    rows: tuple[Row, ...]
+    warning: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.key}", f"  choice: {self.choice} ({self.why})", f"  source: {self.source}"]
+        if self.warning:
+            lines.append(f"  warning: {self.warning}")
+        lines.append(f"  {'candidate':<10} {'us':>10} {'of limit':>8} {'error':>8}")
+        for row in self.rows:
+            us = "-" if row.us is None else f"{row.us:.2f}"
+            share = "-" if row.share is None else f"{row.share:.0%}"
+            error = "-" if row.error is None else f"{row.error:.1e}"
+            mark = "*" if row.chosen else " "
+            lines.append(f" {mark}{row.candidate:<10} {us:>10} {share:>8} {error:>8}  {row.why}".rstrip())
+        return "\n".join(lines)
+
+
+def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """The choice for ``op(*args, **kwargs)`` under the settings in force, without running it.
+
+    Args:
+        op: an op's name (``"rms_norm"``), its public function, or the `Op`.
+        args, kwargs: the arguments of the call.
+
+    Example:
+        >>> import torch, bakeoff
+        >>> bakeoff.explain("rms_norm", torch.ones(2, 4)).op
+        'rms_norm'
+    """
+    found_op = op if isinstance(op, Op) else find_op(op if isinstance(op, str) else op.__name__)
+    case = checked(found_op, _bind(found_op, args, kwargs))
+    settings = policy.current()
+    if settings.policy == "tune":  # nothing is run for an explanation
+        settings = msgspec.structs.replace(settings, policy="table")
+    choice = choose(found_op, case, settings)
+    name = key(found_op, case, settings.on(case.device))
+    if choice.found is not None:
+        rows = rows_of(choice.found.verdict, case.device, choice.candidate.name)
+        source, warning = choice.found.source, choice.found.verdict.warning
+    else:
+        chosen = choice.candidate.name
+        why = {c.name: "; ".join(c.reasons(case)) or "not measured" for c in found_op.candidates}
+        rows = tuple(Row(name, None, None, None, name == chosen, text) for name, text in why.items())
+        source, warning = "no verdict for this key", ""
+    return Explanation(found_op.name, name, choice.candidate.name, choice.why, source, rows, warning)
+
+
+def rows_of(verdict: Verdict, device: str, chosen: str) -> tuple[Row, ...]:
+    """A verdict's trials as rows, with the share of the limit of `device` (where that device is here)."""
+    here = not device.startswith("cuda") or torch.cuda.is_available()
+    limit = hardware.limit_us(verdict.cost.bytes, verdict.cost.flops, device) if here else None
+    rows = []
+    for trial in verdict.trials:
+        us = trial.timing.us if trial.timing and not trial.rejected else None
+        why = trial.rejected or (verdict.why if trial.candidate == verdict.winner else "")
+        rows.append(
+            Row(
+                trial.candidate,
+                us,
+                limit / us if limit and us else None,
+                trial.errors.rms if trial.errors else None,
+                trial.candidate == chosen,
+                why,
+            )
+        )
+    return tuple(rows)
+
+
+def _bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Positional arguments in the op's order, with the reference's defaults filled in."""
+    import inspect
+
+    bound = inspect.signature(op.reference).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return [bound.arguments[name] for name in op.params]

@@ -1,0 +1,308 @@
+"""The words of the selector: `Op`, `Candidate`, `Case`, `Cost`.
+
+An op is declared once. The public call, the contest, the tests, the benchmark and the docs table all
+walk over the same declaration.
+"""
+
+import difflib
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from bakeoff.errors import PolicyError, Unsupported
+from bakeoff.select import hot
+
+__all__ = ["Candidate", "Case", "Cost", "Op", "TensorMeta", "find_op", "registry"]
+
+registry: dict[str, "Op"] = {}
+"""Every declared op by name."""
+
+Scalar = int | float | bool | str | None
+
+
+class TensorMeta(msgspec.Struct, frozen=True):
+    """What selection may know of a tensor: everything but its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorMeta":
+        grad = tensor.requires_grad and torch.is_grad_enabled()
+        return cls(tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()), grad)
+
+    @classmethod
+    def dense(cls, shape: Sequence[int], dtype: torch.dtype, *, grad: bool = False) -> "TensorMeta":
+        """A contiguous tensor."""
+        stride, step = [], 1
+        for size in reversed(shape):
+            stride.append(step)
+            step *= max(size, 1)
+        return cls(tuple(shape), dtype, tuple(reversed(stride)), grad)
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.numel == 0 or all(
+            size == 1 or mine == dense
+            for size, mine, dense in zip(
+                self.shape, self.stride, TensorMeta.dense(self.shape, self.dtype).stride, strict=True
+            )
+        )
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One concrete input set of an op, as metadata. Arguments read as attributes: ``case.x.dtype``.
+
+    `args` holds every argument of the op by name: tensors as `TensorMeta`, the rest as they are.
+    """
+
+    args: dict[str, TensorMeta | Scalar]
+    device: str
+    name: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.args[name]
+        except KeyError:
+            raise AttributeError(f"case has no argument {name!r}; it has {', '.join(self.args)}") from None
+
+    @property
+    def tensors(self) -> dict[str, TensorMeta]:
+        return {name: value for name, value in self.args.items() if isinstance(value, TensorMeta)}
+
+    @property
+    def needs_grad(self) -> bool:
+        return any(meta.requires_grad for meta in self.tensors.values())
+
+    def replace(self, **args: TensorMeta | Scalar) -> "Case":
+        """The same case with some arguments changed."""
+        return Case({**self.args, **args}, self.device, self.name)
+
+    def without_grad(self) -> "Case":
+        """The same case, forward only."""
+        return self.replace(
+            **{n: msgspec.structs.replace(meta, requires_grad=False) for n, meta in self.tensors.items()}
+        )
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """What a case must do at least: bytes through device memory and floating-point operations."""
+
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation of an op.
+
+    `load` is either the callable itself or ``"module:attribute"``, imported on first use, so that
+    declaring an op imports neither triton nor any third party. It takes the op's arguments by position.
+    """
+
+    name: str
+    load: str | Callable[..., Any]
+    supports: Callable[[Case], str | None] = lambda case: None
+    """Why this case can't be taken, or None."""
+    requires: tuple[str, ...] = ()
+    """Importable packages; the candidate is absent, with a reason, while one is missing."""
+    has_backward: bool = True
+    traceable: bool = True
+    """Works inside torch.compile(fullgraph=True)."""
+    capturable: bool = True
+    """Works inside CUDA graph capture."""
+    deterministic: bool = True
+    min_capability: tuple[int, int] = (0, 0)
+    """Least CUDA compute capability."""
+    launches: str | Callable[[], int] | None = None
+    """A counter that its own kernels advance; a candidate whose counter stands still is rejected."""
+    sources: tuple[str, ...] = ()
+    """Modules whose text decides what it computes, beside the module named in `load`."""
+
+    @cached_property
+    def call(self) -> Callable[..., Any]:
+        return resolve(self.load)
+
+    @cached_property
+    def absent(self) -> str | None:
+        """Why it can't be used on this installation at all, or None."""
+        for package in self.requires:
+            if importlib.util.find_spec(package) is None:
+                return f"{package} is not installed"
+        return None
+
+    @cached_property
+    def source_hash(self) -> str:
+        """Changes when the candidate's own code or a required package's version changes."""
+        digest = hashlib.sha256()
+        own = self.load.split(":")[0] if isinstance(self.load, str) else self.load.__module__
+        for module in (own, *self.sources):
+            if module == "__main__":  # a script, which has no spec
+                origin = getattr(sys.modules[module], "__file__", None)
+            else:
+                spec = importlib.util.find_spec(module)
+                origin = spec.origin if spec else None
+            if origin is not None and Path(origin).is_file():
+                digest.update(Path(origin).read_bytes())
+        for package in self.requires:
+            if package != "triton":  # its version is in the table's own stamp
+                digest.update(f"{package} {package_version(package)}".encode())
+        return digest.hexdigest()[:12]
+
+    def reasons(self, case: Case) -> list[str]:
+        """Every reason why this candidate can't take `case`; empty when it can."""
+        if self.absent:
+            return [self.absent]
+        found = []
+        if case.needs_grad and not self.has_backward:
+            found.append("has no backward")
+        if torch.are_deterministic_algorithms_enabled() and not self.deterministic:
+            found.append("is not deterministic, and torch.use_deterministic_algorithms is on")
+        if self.min_capability > (0, 0):
+            if not case.device.startswith("cuda"):
+                found.append(f"runs on CUDA, not on {case.device}")
+            elif torch.cuda.get_device_capability(case.device) < self.min_capability:
+                found.append(f"needs compute capability {'.'.join(map(str, self.min_capability))}")
+        try:
+            own = self.supports(case)
+        except Exception as error:
+            own = f"its supports() fails: {type(error).__name__}: {error}"
+        if own:
+            found.append(own)
+        return found
+
+
+@dataclass(eq=False)
+class Op:
+    """A mathematical function with one definition, its `reference`, and the candidates that compute it.
+
+    Calling it selects a candidate by metadata alone and runs it. `candidates` stand from the simplest to
+    the most complex; the first is the incumbent, plain PyTorch, and takes every valid case.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    candidates: tuple[Candidate, ...]
+    check: Callable[[Case], None]
+    """Raises with the fix in the message when the arguments don't make sense."""
+    bucket: Callable[[Case], Case]
+    """The representative case that a contest runs for this one: row counts rounded, layout made canonical."""
+    cost: Callable[[Case], Cost]
+    cases: Callable[[], list[Case]]
+    """The grid that tests and benchmarks walk over (on "cuda"; tests shrink it)."""
+    heuristic: Callable[[Case, str], str]
+    """(case, regime) -> candidate name, for a case that no table knows."""
+    features: dict[str, int]
+    """Per tensor argument: how many trailing dimensions are exact features; the leading ones count rows."""
+    batched: frozenset[str]
+    """Arguments whose dimension 0 holds independent items (so the float64 reference may run in pieces);
+    every output must be batched too."""
+    draw: Callable[[str, TensorMeta, torch.Generator], torch.Tensor] | None = None
+    """Own values for an argument (name, meta, generator), where random normal ones make no sense."""
+    home: str = ""
+    """Where a worker process imports it: ``"module:attribute"``; empty means ``bakeoff.ops.<name>.op:OP``."""
+
+    params: tuple[str, ...] = field(init=False)
+    """Argument names in the order candidates take them."""
+    by_name: dict[str, Candidate] = field(init=False)
+    traced: dict[str, Callable[..., Any]] = field(init=False, default_factory=dict)
+    """Candidates' callables that torch.compile has met: a plain dict, which it can trace through."""
+
+    def __post_init__(self) -> None:
+        self.params = tuple(inspect.signature(self.reference).parameters)
+        self.by_name = {candidate.name: candidate for candidate in self.candidates}
+        registry[self.name] = self
+
+    @property
+    def incumbent(self) -> Candidate:
+        return self.candidates[0]
+
+    def candidate(self, name: str) -> Candidate:
+        """The candidate called `name`, or an error that lists the ones there are."""
+        try:
+            return self.by_name[name]
+        except KeyError:
+            known = ", ".join(self.by_name)
+            raise Unsupported(f"{self.name} has no candidate {name!r}; it has {known}") from None
+
+    def case(self, args: Sequence[Any], name: str = "") -> Case:
+        """The case that a call with these arguments makes."""
+        values = {
+            key: TensorMeta.of(arg) if isinstance(arg, torch.Tensor) else arg
+            for key, arg in zip(self.params, args, strict=True)
+        }
+        device = next((str(arg.device) for arg in args if isinstance(arg, torch.Tensor)), "cpu")
+        return Case(values, device, name)
+
+    def __call__(self, *args: Any, impl: str | None = None) -> Any:
+        """Run the candidate selected for these arguments, or `impl`.
+
+        The hot path: a call whose fingerprint the current memo knows costs one dictionary lookup.
+        """
+        if impl is None and not torch.compiler.is_compiling():
+            decided = hot.memo.get()
+            if decided is None:
+                decided = hot.process_memo
+            grad, deterministic = torch.is_grad_enabled(), torch._C._get_deterministic_algorithms()
+            try:
+                known = decided.get((self, grad, deterministic, *hot.fingerprint(args)))
+            except TypeError:  # an argument that can't be hashed is none an op takes: the check will name it
+                known = None
+            if known is not None:
+                return known(*args)
+        from bakeoff.select.dispatch import dispatch  # bound late: dispatch knows policies, an op does not
+
+        return dispatch(self, args, impl)
+
+
+def find_op(name: str) -> Op:
+    """The registered op called `name`, or an error that names the nearest."""
+    importlib.import_module("bakeoff.ops")  # declares them all; by name, because ops stand above select
+    if name not in registry:
+        near = difflib.get_close_matches(name, registry, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; the ops are {', '.join(sorted(registry))}"
+        raise PolicyError(f"there is no op {name!r}{hint}")
+    return registry[name]
+
+
+def resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The object behind ``"module:attribute"``; anything else is returned as it is."""
+    if not isinstance(target, str):
+        return target
+    module, _, attribute = target.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def package_version(package: str) -> str:
+    """The installed version of an importable package, or "?"."""
+    for name in importlib.metadata.packages_distributions().get(package, [package]):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "?"

@@ -1,0 +1,94 @@
+"""Hostile memory: uninitialised tensors hold NaN and stand between guard bands."""
+
+import math
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Poison", "fenced", "unchanged"]
+
+_GUARD = 1024  # bytes on each side; a multiple of every alignment a kernel may ask for
+_CANARY = 0xA5
+_NAN = 0xFF  # as bytes, a NaN of every floating dtype
+_EMPTY = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_permuted.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+_FILLED = {
+    torch.ops.aten.zeros.default,
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.new_zeros.default,
+    torch.ops.aten.full.default,
+    torch.ops.aten.full_like.default,
+    torch.ops.aten.new_full.default,
+}
+
+
+class Poison(TorchDispatchMode):
+    """While active, every new tensor (also in backward) is fenced, and an uninitialised one filled with NaN.
+
+    A kernel that reads what it never wrote yields NaN; one that writes outside its tensor breaks a
+    fence, which `broken()` reports.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.buffers: list[tuple[torch.Tensor, int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func not in _EMPTY | _FILLED or not isinstance(made, torch.Tensor) or made.numel() == 0:
+            return made
+        span = 1 + sum((size - 1) * step for size, step in zip(made.shape, made.stride(), strict=True))
+        nbytes = span * made.element_size()
+        raw = torch.full(
+            (nbytes + 2 * _GUARD + (-nbytes) % 16,), _CANARY, dtype=torch.uint8, device=made.device
+        )
+        self.buffers.append((raw, nbytes))
+        inside = raw[_GUARD : _GUARD + nbytes].view(made.dtype)
+        placed = inside.as_strided(made.shape, made.stride())
+        if func in _FILLED:
+            placed.copy_(made)
+        elif made.dtype.is_floating_point or made.dtype.is_complex:
+            inside.fill_(math.nan)
+        return placed
+
+    def broken(self) -> bool:
+        """Whether anything outside a tensor was written."""
+        return any(
+            bool((raw[:_GUARD] != _CANARY).any() or (raw[_GUARD + nbytes :] != _CANARY).any())
+            for raw, nbytes in self.buffers
+        )
+
+
+def fenced(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of `tensor` in the same layout, gaps included, with NaN on both sides of its storage.
+
+    A kernel that reads past its input meets NaN, and one that writes there is seen by `unchanged`.
+    """
+    held = _bytes(tensor)
+    raw = torch.full((held.numel() + 2 * _GUARD,), _NAN, dtype=torch.uint8, device=tensor.device)
+    raw[_GUARD : _GUARD + held.numel()] = held
+    start = _GUARD // tensor.element_size() + tensor.storage_offset()
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copy.set_(raw.untyped_storage(), start, tensor.shape, tensor.stride())
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def unchanged(copy: torch.Tensor, original: torch.Tensor) -> bool:
+    """Whether a `fenced` copy still holds what `original` does, bit for bit, between intact fences."""
+    held = _bytes(copy)
+    fences = bool((held[:_GUARD] == _NAN).all() and (held[-_GUARD:] == _NAN).all())
+    return fences and torch.equal(held[_GUARD:-_GUARD], _bytes(original))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage behind `tensor`."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -1,0 +1,141 @@
+"""Tuning: contests for exactly the keys that a real step uses."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import torch
+
+from bakeoff.errors import ContestError
+from bakeoff.select import policy
+from bakeoff.select.contest import contest, regimes_of
+from bakeoff.select.key import key
+from bakeoff.select.op import Case, Op
+from bakeoff.select.verdict import Verdict
+from bakeoff.select.worker import Worker, home_of
+
+__all__ = ["TuneReport", "settle", "tune"]
+
+log = logging.getLogger("bakeoff")
+_PER_KEY_S = 2.0
+
+
+Recorded = dict[tuple[str, str], tuple[Op, Case]]
+recordings: list[Recorded] = []
+"""Where dispatch notes the (op, case) behind every selection, by (key, device), while a step is recorded: in
+the last one. The process's, not a thread's: backward recomputes in autograd's threads."""
+_failed: set[tuple[str, str]] = set()
+"""Keys, with their device, whose contest could not be held: not tried again at every call."""
+
+
+class TuneReport(msgspec.Struct, frozen=True):
+    """What `tune` did: the verdict of every key the step used; the keys it had no time or way to settle."""
+
+    verdicts: tuple[Verdict, ...]
+    measured: int
+    unsettled: dict[str, str]
+    seconds: float
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """The winner by key."""
+        return {verdict.key: verdict.winner for verdict in self.verdicts}
+
+
+def tune(
+    step: Callable[[], object],
+    budget_s: float = 30.0,
+    *,
+    regimes: Sequence[str] | None = None,
+    force: bool = False,
+    announce: Callable[[str], None] = lambda text: None,
+) -> TuneReport:
+    """Run `step` once, note which ops it calls with which shapes, and hold their contests.
+
+    Args:
+        step: one real training step (forward and backward). It runs exactly once.
+        budget_s: seconds for all contests. Keys that no time is left for are listed and keep their heuristic.
+        regimes: settle these; default: those of the device (``eager``, on CUDA also ``graph``), and
+            ``compiled`` for ops met inside torch.compile.
+        force: measure again what the table knows already.
+        announce: hears one line of progress per stage.
+
+    Returns:
+        A `TuneReport`. The verdicts are in the user's table and in force from the next call on; where
+            they concern ops inside torch.compile, compiled functions are compiled anew.
+
+    Example:
+        >>> import torch, bakeoff
+        >>> x = torch.randn(8, 16, requires_grad=True)
+        >>> report = bakeoff.tune(lambda: bakeoff.ops.rms_norm(x).sum().backward(), budget_s=0)
+        >>> report.seconds < 60
+        True
+    """
+    start = time.monotonic()
+    with recording() as recorded:
+        step()
+    deadline = time.monotonic() + budget_s
+    done: list[Verdict] = []
+    unsettled: dict[str, str] = {}
+    measured = 0
+    retrace = False
+    with Worker(announce=announce) as worker:
+        for (name, device), (op, case) in recorded.items():
+            wanted = ("compiled",) if name.endswith(" compiled") else tuple(regimes or regimes_of(case))
+            names = [key(op, case, regime) for regime in wanted]
+            known = [policy.store.lookup(op, n, device) for n in names]
+            if not force and all(known) and not any(found.stale for found in known if found):
+                done += [found.verdict for found in known if found]
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                unsettled[name] = f"the budget of {budget_s:g} s was spent"
+                continue
+            announce(name)
+            try:
+                done += _hold(op, case, wanted, worker, min(_PER_KEY_S, left))
+                measured += 1
+                retrace |= name.endswith(" compiled")
+            except ContestError as error:
+                unsettled[name] = str(error)
+                log.warning("%s", error)
+    policy.forget()
+    if retrace:  # compiled code holds the choices of before
+        torch.compiler.reset()
+    return TuneReport(tuple(done), measured, unsettled, time.monotonic() - start)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorded]:
+    """Collect every selection made inside."""
+    recorded: Recorded = {}
+    recordings.append(recorded)
+    policy.forget()  # remembered calls would pass unseen
+    try:
+        yield recorded
+    finally:
+        recordings.pop()
+
+
+def settle(op: Op, case: Case, regime: str) -> None:
+    """Hold the contest for one case now (the ``tune`` policy on a miss)."""
+    name = key(op, case, regime), case.device
+    if name in _failed:
+        return
+    with Worker() as worker:
+        try:
+            _hold(op, case, regimes_of(case), worker, _PER_KEY_S)
+        except ContestError as error:
+            _failed.add(name)
+            log.warning("%s", error)
+
+
+def _hold(op: Op, case: Case, regimes: tuple[str, ...], worker: Worker, budget_s: float) -> list[Verdict]:
+    if home_of(op) is None:  # defined in a script: only this process knows it
+        verdicts = contest(op, case, regimes, budget_s=budget_s)
+    else:
+        verdicts = worker.contest(op, case, regimes, budget_s)
+    policy.store.add(verdicts, case.device)
+    return verdicts

@@ -1,0 +1,80 @@
+"""Verdicts: what a contest found, and how it decides."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from bakeoff.select.measure import Timing
+from bakeoff.select.op import Cost
+from bakeoff.select.verify import Errors
+
+__all__ = ["Trial", "Verdict", "decide"]
+
+MARGIN = 0.03  # a challenger must beat the incumbent by more than this
+TIE = 0.01  # challengers this close are equal, and the simpler one is taken
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """One candidate's part in a contest: its time and errors, or why it is out."""
+
+    candidate: str
+    source_hash: str
+    timing: Timing | None = None
+    errors: Errors | None = None
+    deterministic: bool = True
+    rejected: str | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The full result of one contest for one key."""
+
+    key: str
+    op: str
+    regime: str
+    winner: str
+    why: str
+    trials: tuple[Trial, ...]
+    cost: Cost
+    date: str
+    warning: str = ""
+    """Why the times deserve little trust (a busy or drifting device), or empty."""
+
+    @property
+    def timings(self) -> dict[str, Timing]:
+        return {t.candidate: t.timing for t in self.trials if t.timing and not t.rejected}
+
+    def ranking(self, *, deterministic: bool = False) -> list[str]:
+        """Candidates that may be used, the winner first, then by time."""
+        usable = [t for t in self.trials if t.timing and not t.rejected]
+        usable = [t for t in usable if t.deterministic or not deterministic]
+        usable.sort(key=lambda t: (t.candidate != self.winner, t.timing.us if t.timing else 0.0))
+        return [t.candidate for t in usable]
+
+
+def decide(trials: Sequence[Trial]) -> tuple[str, str]:
+    """The winner and why. `trials` stand from the simplest candidate, the incumbent, to the most complex.
+
+    The incumbent stays unless the best challenger beats it by more than max(3 %, twice the spread).
+    """
+    timed = [(t.candidate, t.timing) for t in trials if t.timing and not t.rejected]
+    (incumbent, base), *challengers = timed
+    if not challengers:
+        return incumbent, "no other candidate qualified"
+    better = [(n, t) for n, t in challengers if base.us / t.us > 1 + _margin(base, t)]
+    if not better:
+        name, timing = min(challengers, key=lambda pair: pair[1].us)
+        gain = base.us / timing.us
+        if gain < 1:
+            return incumbent, f"fastest; {name} takes {1 / gain:.2f} times as long"
+        margin = _margin(base, timing)
+        return incumbent, f"{name} is only {gain - 1:.1%} faster, within the margin of {margin:.1%}"
+    best_name, best = min(better, key=lambda pair: pair[1].us)
+    name, timing = next((n, t) for n, t in better if t.us <= best.us * (1 + TIE))
+    text = f"{base.us / timing.us:.2f} times as fast as {incumbent}"
+    if name != best_name:
+        text += f"; {best_name} is within {TIE:.0%} and more complex"
+    return name, text
+
+
+def _margin(base: Timing, challenger: Timing) -> float:
+    return max(MARGIN, 2 * max(base.spread, challenger.spread))

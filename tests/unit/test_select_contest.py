@@ -1,0 +1,208 @@
+"""The contest as a whole, by fake clocks: who wins in which regime, what is kept, and what ends it."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+
+from bakeoff.errors import ContestError
+from bakeoff.select.contest import DeviceLost, contest, regimes_of
+from bakeoff.select.key import key
+from bakeoff.select.measure import HostTimer, Timer
+from bakeoff.select.op import Candidate, Op
+from bakeoff.select.verdict import Trial, Verdict
+from tests.unit import zoo
+
+
+def trial(verdict: Verdict, name: str) -> Trial:
+    return next(t for t in verdict.trials if t.candidate == name)
+
+
+def timed(build: Callable[[zoo.FakeTime], Op], *regimes: str) -> list[Verdict]:
+    """A contest in which only the candidates' own costs move the clocks."""
+    time = zoo.FakeTime()
+    timers: dict[str, Timer] = {
+        "eager": HostTimer("cpu", lambda: time.host),
+        "graph": HostTimer("cpu", lambda: time.device),
+    }
+    return contest(
+        build(time), zoo.case(grad=False), regimes or ("eager",), timers=timers, clock=lambda: time.host, budget_s=1.0
+    )
+
+
+def against(host_us: object, device_us: float = 0.0, **declares: object) -> Callable[[zoo.FakeTime], Op]:
+    """Eager, 100 us, against one challenger."""
+    return lambda time: zoo.op(
+        time.costing("challenger", host_us, device_us, **declares),  # type: ignore[arg-type]
+        incumbent=time.costing("eager", 100.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("host_us", "winner"),
+    [
+        (50.0, "challenger"),
+        (99.0, "eager"),  # a tie
+        (98.0, "eager"),
+        (95.0, "challenger"),
+        (200.0, "eager"),
+        (lambda n: 1e6 if n < 4 else 50.0, "challenger"),  # compiles first: what counts is what comes after
+        (lambda n: 50.0 if n < 200 else 300.0, "eager"),  # fast while sampled first
+        (lambda n: 150.0 if n < 60 else 50.0, "challenger"),  # warms up slowly
+    ],
+    ids=["twice as fast", "1 %", "2 %", "5 %", "slow", "slow first call", "slow later", "fast later"],
+)
+def test_who_wins(host_us: object, winner: str) -> None:
+    (verdict,) = timed(against(host_us))
+    assert verdict.winner == winner, verdict.why
+
+
+def test_each_regime_has_its_own_winner() -> None:
+    eager, graph = timed(against(200.0, 50.0), "eager", "graph")
+    assert (eager.winner, graph.winner) == ("eager", "challenger")
+    assert eager.key.endswith(" cpu eager")
+    assert graph.key.endswith(" cpu graph")
+    assert trial(eager, "challenger").timing != trial(graph, "challenger").timing
+
+
+def test_what_cannot_be_captured_has_no_time_in_a_graph() -> None:
+    eager, graph = timed(against(50.0, capturable=False), "eager", "graph")
+    assert eager.winner == "challenger"
+    assert graph.winner == "eager"
+    assert trial(graph, "challenger").rejected == "can't be captured in a CUDA graph"
+
+
+def test_a_verdict_keeps_everything() -> None:
+    bad = zoo.WRONG["wrong_dw"][0]
+    (verdict,) = contest(zoo.op(zoo.GOOD, bad), zoo.case(30, 48), budget_s=0.01)
+    assert [t.candidate for t in verdict.trials] == ["eager", "good", "wrong_dw"]
+    assert verdict.key == "zoo(x=fp32[32,48]', w=fp32[48]') cpu eager"
+    assert (verdict.op, verdict.regime, verdict.warning) == ("zoo", "eager", "")
+    assert verdict.cost.bytes == 2 * 32 * 48 * 4
+    for name in ("eager", "good"):
+        kept = trial(verdict, name)
+        assert kept.timing is not None
+        assert kept.timing.samples >= 3
+        assert kept.errors is not None
+        assert len(kept.source_hash) == 12
+    assert verdict.ranking()[0] == verdict.winner
+    assert set(verdict.ranking()) == {"eager", "good"}
+    assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
+
+
+def test_the_key_of_a_bucket_is_the_key_of_its_members() -> None:
+    op = zoo.op()
+    assert len({key(op, zoo.case(rows), "eager") for rows in range(1025, 1281)}) == 1
+    assert key(op, zoo.case(1281), "eager") != key(op, zoo.case(1280), "eager")
+    assert key(op, zoo.case((4, 320)), "eager") == key(op, zoo.case(1280), "eager")
+    assert key(op, zoo.case(8, grad=False), "eager") != key(op, zoo.case(8), "eager")
+    assert key(op, zoo.case(8), "compiled") == key(op, zoo.case(80), "compiled")
+    for regime in ("eager", "graph", "compiled"):
+        bucketed = op.bucket(zoo.case((3, 1000)))
+        assert key(op, bucketed, regime) == key(op, zoo.case((3, 1000)), regime)
+
+
+def test_known_rejections_are_skipped_with_their_reason() -> None:
+    def explodes(*_: object) -> None:
+        raise AssertionError("must not run")
+
+    op = zoo.op(Candidate("explodes", explodes))
+    (verdict,) = contest(op, zoo.case(), budget_s=0.01, skip={"explodes": "crashed: killed by SIGSEGV"})
+    assert trial(verdict, "explodes").rejected == "crashed: killed by SIGSEGV"
+
+
+def test_failing_only_when_timed_rejects_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo, "_until_timed", [0])
+    op = zoo.op(Candidate("late", zoo.raises_when_timed), zoo.GOOD)
+    (verdict,) = contest(op, zoo.case(), budget_s=0.05)
+    assert trial(verdict, "late").rejected == "RuntimeError: out of launches"
+    assert trial(verdict, "good").timing is not None
+
+
+def test_running_out_of_memory_drops_the_candidate() -> None:
+    (verdict,) = contest(zoo.op(zoo.WRONG["out_of_memory"][0]), zoo.case(), budget_s=0.01)
+    assert trial(verdict, "out_of_memory").rejected == "CUDA out of memory"
+    assert verdict.winner == "eager"
+
+
+def test_no_memory_for_the_contest_itself_is_a_contest_error() -> None:
+    with pytest.raises(ContestError, match=r"not enough GPU memory to hold a contest for zoo_full\("):
+        contest(zoo.GPU_FULL, zoo.case(), budget_s=0.01)
+
+
+def test_a_lost_device_is_not_a_mere_rejection() -> None:
+    op = zoo.op(Candidate("loses", zoo.loses_the_device))
+    with pytest.raises(DeviceLost, match="illegal memory access") as caught:
+        contest(op, zoo.case(), budget_s=0.01)
+    assert caught.value.candidate == "loses"
+
+
+def test_bad_arguments_raise_before_anything_runs() -> None:
+    with pytest.raises(ValueError, match="w has shape"):
+        contest(zoo.op(), zoo.case().replace(w=zoo.case(4, 9).w))
+
+
+def test_reasons_are_one_printable_line() -> None:
+    def hostile(*_: object) -> None:
+        raise RuntimeError("\x1b[31mred\x07\tbell\nsecond line")
+
+    (verdict,) = contest(zoo.op(Candidate("hostile", hostile)), zoo.case(), budget_s=0.01)
+    reason = trial(verdict, "hostile").rejected
+    assert reason == "RuntimeError:  [31mred  bell"
+
+
+def test_stages_are_announced_with_the_candidate_at_work() -> None:
+    heard: list[str] = []
+    contest(zoo.op(zoo.GOOD), zoo.case(), budget_s=0.01, announce=heard.append)
+    assert heard[0] == "prepare the reference"
+    assert "good: compile and verify" in heard
+    assert "good: measure (eager)" in heard
+    assert heard.count("good") >= 3, "before each sample, so that a crash in it has a name"
+
+
+def test_regimes_of_devices() -> None:
+    assert regimes_of(zoo.case()) == ("eager",)
+    assert regimes_of(msgspec.structs.replace(zoo.case(), device="cuda:1")) == ("eager", "graph")
+
+
+def test_the_compiled_regime_is_measured_in_a_compiled_region() -> None:
+    traced: list[bool] = []
+
+    def spy(x: torch.Tensor, w: torch.Tensor, flag: object = None) -> torch.Tensor:
+        traced.append(torch.compiler.is_compiling())
+        return torch.tanh(x) * w
+
+    op = zoo.op(
+        Candidate("compiled", zoo.eager),
+        Candidate("opaque", zoo.eager, traceable=False),
+        incumbent=Candidate("eager", zoo.eager),
+    )
+    torch.compiler.reset()
+    (verdict,) = contest(op, zoo.case(grad=False), ("compiled",), budget_s=0.01)
+    assert verdict.winner == "eager"
+    assert verdict.key == "zoo(x=fp32[*,48], w=fp32[48]) cpu compiled"
+    assert trial(verdict, "compiled").rejected == "is the same as eager inside a compiled region"
+    assert trial(verdict, "opaque").rejected == "can't be traced by torch.compile"
+
+
+def test_source_hashes_follow_the_text_of_a_candidates_modules(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "zoo_kernel_text.py"
+    module.write_text("def call(x, w, flag=None): return x\n")
+    first = Candidate("a", "zoo_kernel_text:call").source_hash
+    assert Candidate("a", "zoo_kernel_text:call").source_hash == first
+    assert Candidate("b", f"{zoo.HERE}:good", sources=("zoo_kernel_text",)).source_hash not in (
+        first,
+        Candidate("b", f"{zoo.HERE}:good").source_hash,
+    )
+    module.write_text("def call(x, w, flag=None): return x + 1\n")
+    assert Candidate("a", "zoo_kernel_text:call").source_hash != first
+
+
+def test_a_candidate_defined_in_a_script_has_a_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*_: object) -> None: ...
+
+    call.__module__ = "__main__"
+    monkeypatch.setattr("sys.modules", {**__import__("sys").modules, "__main__": type("M", (), {"__spec__": None})})
+    assert len(Candidate("a", call).source_hash) == 12

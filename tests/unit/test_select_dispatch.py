@@ -1,0 +1,344 @@
+"""From a call to a candidate: metadata alone, one look-up when known, a constant under torch.compile."""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from bakeoff.errors import PolicyError, Unsupported
+from bakeoff.select import dispatch as dispatch_module
+from bakeoff.select import hot, policy
+from bakeoff.select.key import key
+from bakeoff.select.op import Candidate, Op, find_op
+from bakeoff.select.policy import using
+from bakeoff.select.tune import recording
+from tests.unit import zoo
+from tests.unit.test_select_policy import learn, noting, ran
+
+
+@pytest.fixture(autouse=True)
+def _empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "cache"))
+    policy.store.forget()
+    policy.forget()
+    torch.compiler.reset()
+    ran.clear()
+    yield
+    policy.store.forget()
+    policy.forget()
+    torch.compiler.reset()
+
+
+def one(x: Any, w: Any, flag: Any = None) -> Any:
+    return torch.tanh(x) * w + 1
+
+
+def two(x: Any, w: Any, flag: Any = None) -> Any:
+    return torch.tanh(x) * w + 2
+
+
+@pytest.fixture
+def op() -> Iterator[Op]:
+    """Its three candidates differ by what they add, so that their results tell who ran."""
+    made = zoo.op(
+        Candidate("one", one),
+        Candidate("two", two),
+        Candidate("opaque", lambda *a: zoo.eager(*a) + 3, traceable=False),
+        name="zoo_counting",
+    )
+    with zoo.registered(made):
+        yield made
+
+
+def who(result: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> str:
+    added = round(float((result - torch.tanh(x) * w).mean()))
+    return ("eager", "one", "two", "opaque")[added]
+
+
+class CountingDispatch:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        original = dispatch_module.dispatch
+
+        def counting(*args: Any) -> Any:
+            self.count += 1
+            return original(*args)
+
+        monkeypatch.setattr(dispatch_module, "dispatch", counting)
+
+
+@pytest.fixture
+def slow_path(monkeypatch: pytest.MonkeyPatch) -> CountingDispatch:
+    return CountingDispatch(monkeypatch)
+
+
+# ------------------------------------------------------------------------------------------ the memo
+def test_a_known_call_never_enters_dispatch(op: Op, slow_path: CountingDispatch) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8)
+    for _ in range(5):
+        op(x, w, None)
+    assert slow_path.count == 1
+
+
+def test_whatever_selection_depends_on_is_in_the_fingerprint(op: Op, slow_path: CountingDispatch) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8)
+    others = [
+        (torch.randn(5, 8), w),
+        (x.double(), w.double()),
+        (torch.randn(8, 4).t(), w),
+        (torch.randn(4, 16)[:, :8], w),
+        (x.clone().requires_grad_(), w),
+        (x, torch.nn.Parameter(w)),
+    ]
+    op(x, w, None)
+    for count, (a, b) in enumerate(others, start=2):
+        op(a, b, None)
+        op(a, b, None)
+        assert slow_path.count == count
+    with torch.no_grad():
+        op(x, w, None)
+    assert slow_path.count == len(others) + 2
+    torch.use_deterministic_algorithms(True)
+    op(x, w, None)
+    assert slow_path.count == len(others) + 3
+    op(x, w, "flag")
+    assert slow_path.count == len(others) + 4
+
+
+def test_settings_have_memos_of_their_own(op: Op, slow_path: CountingDispatch) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8)
+    for _ in range(3):
+        assert who(op(x, w, None), x, w) == "eager"
+        with using(zoo_counting="two"):
+            assert who(op(x, w, None), x, w) == "two"
+    assert slow_path.count == 2
+
+
+def test_new_verdicts_replace_remembered_decisions(op: Op) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8)
+    assert who(op(x, w, None), x, w) == "eager"
+    learn(op, "two")
+    assert who(op(x, w, None), x, w) == "two"
+
+
+def test_the_memo_is_bounded(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch_module, "_MOST_REMEMBERED", 4)
+    w = torch.randn(8)
+    for rows in range(20):
+        op(torch.randn(rows, 8), w, None)
+    assert len(hot.process_memo) <= 4
+
+
+def test_every_call_is_recorded_also_those_remembered_before(op: Op) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8)
+    op(x, w, None)
+    with recording() as recorded:
+        op(x, w, None)
+        op(x, w, None)
+        op(torch.randn(5, 8), w, None)
+    assert list(recorded) == [(key(op, zoo.case(n, 8, grad=False), "eager"), "cpu") for n in (4, 5)]
+    with recording() as again:
+        op(x, w, None)
+    assert len(again) == 1
+
+
+def test_what_backward_recomputes_is_recorded_in_autograds_threads_too(op: Op) -> None:
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    with recording() as recorded:
+        checkpoint(lambda a, b: op(a, b, None), x, w, use_reentrant=True).sum().backward()
+        keys = [name for name, _ in recorded]
+    assert keys == [key(op, zoo.case(4, 8, grad=grad), "eager") for grad in (False, True)]
+    with recording() as recorded:
+        import threading
+
+        thread = threading.Thread(target=lambda: op(x, w, None))
+        thread.start()
+        thread.join()
+    assert len(recorded) == 1
+
+
+def test_strict_does_not_stop_the_step_that_tune_records(op: Op) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8)
+    with using("strict"):
+        with recording() as recorded:
+            op(x, w, None)
+        assert len(recorded) == 1
+        with pytest.raises(PolicyError, match="no verdict"):
+            op(x, w, None)
+
+
+# ------------------------------------------------------------------------------------ metadata alone
+class NoData(TorchDispatchMode):
+    """Any operation on a tensor is an error: selection may read metadata only."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"selection runs {func}")
+
+
+@pytest.mark.parametrize("chosen", ["table", "heuristic", "off", "strict"])
+def test_selection_touches_no_data(chosen: str) -> None:
+    op = zoo.op(incumbent=Candidate("eager", lambda x, w, flag: "ran"), name="zoo_meta")
+    x, w = torch.randn(6, 8, requires_grad=True), torch.randn(8)
+    with zoo.registered(op), using("table" if chosen == "strict" else chosen), NoData():
+        assert op(x, w, None) == "ran"
+        assert op(x, w, None) == "ran"
+
+
+def test_selection_never_waits_for_the_device() -> None:
+    for module in (dispatch_module, hot, policy):
+        text = inspect.getsource(module)
+        for word in (".item(", ".tolist(", "synchronize(", ".cpu(", ".numpy("):
+            assert word not in text, f"{word} in {module.__name__}"
+
+
+def test_meta_tensors_are_never_tuned(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch_module, "settle", _must_not)
+    with using("tune"):
+        assert op(torch.empty(4, 8, device="meta"), torch.empty(8, device="meta"), None).shape == (4, 8)
+
+
+def _must_not(*_: Any) -> None:
+    raise AssertionError("a contest was held where none may be")
+
+
+# ------------------------------------------------------------------------------------- bad arguments
+def test_impl_runs_that_candidate_or_raises_every_reason(op: Op) -> None:
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8)
+    assert who(op(x, w, None, impl="two").detach(), x.detach(), w) == "two"
+    with pytest.raises(Unsupported, match="zoo_counting has no candidate 'tow'; it has eager, one, two, opaque"):
+        op(x, w, None, impl="tow")
+    picky = zoo.with_candidates(op, noting("picky", supports=lambda case: "odd", has_backward=False, requires=()))
+    with pytest.raises(Unsupported, match=r"'picky' can't take this case: has no backward; odd"):
+        picky(x, w, None, impl="picky")
+    absent = zoo.with_candidates(op, zoo.WRONG["absent"][0])
+    with pytest.raises(Unsupported, match="no_such_package is not installed"):
+        absent(x, w, None, impl="absent")
+
+
+@pytest.mark.parametrize("bad", [[1.0, 2.0], {"a": 1}, 3.0])
+def test_an_argument_of_the_wrong_kind_is_named(op: Op, bad: object) -> None:
+    with pytest.raises(TypeError, match="w must be a tensor, got"):
+        op(torch.randn(4, 8), bad, None)
+
+
+def test_mixed_devices_are_named_with_the_fix(op: Op) -> None:
+    with pytest.raises(ValueError, match=r"must be on one device, got x on cpu, w on meta; move them with .to"):
+        op(torch.randn(4, 8), torch.empty(8, device="meta"), None)
+
+
+def test_a_wrapper_tensor_runs_on_plain_pytorch(op: Op) -> None:
+    class Wrapped(torch.Tensor):
+        pass
+
+    x, w = torch.randn(4, 8).as_subclass(Wrapped), torch.randn(8)
+    learn(op, "two")
+    result = op(x, w, None)
+    assert isinstance(result, Wrapped)
+    assert who(result, x, w) == "eager"
+
+
+def test_a_winner_that_cannot_take_this_very_case_gives_way_to_the_next(op: Op) -> None:
+    learn(op, "two")
+    absent = zoo.with_candidates(op, Candidate("one", one), Candidate("two", two, supports=lambda case: "not today"))
+    x, w = torch.randn(4, 8), torch.randn(8)
+    with zoo.registered(absent):
+        learn(absent, "two")
+        assert who(absent(x, w, None), x, w) == "one"
+
+
+def test_the_honestly_nondeterministic_are_passed_over_under_deterministic_algorithms(op: Op) -> None:
+    free = zoo.with_candidates(op, Candidate("one", one), Candidate("two", two, deterministic=False))
+    x, w = torch.randn(4, 8), torch.randn(8)
+    learn(free, "two")
+    assert who(free(x, w, None), x, w) == "two"
+    torch.use_deterministic_algorithms(True)
+    assert who(free(x, w, None), x, w) == "one"
+
+
+def test_no_contest_inside_backward(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[str] = []
+    monkeypatch.setattr(dispatch_module, "settle", lambda o, case, regime: held.append(key(o, case, regime)))
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    with using("tune"):
+        checkpoint(lambda a, b: op(a, b, None), x, w, use_reentrant=True).sum().backward()
+    assert held == [key(op, zoo.case(4, 8, grad=False), "eager")], "recomputation met a new key, with gradients"
+
+
+# ------------------------------------------------------------------------------ under torch.compile
+def compiled(op: Op) -> Any:
+    return torch.compile(lambda x, w: op(x, w, None) * 1.0, fullgraph=True, dynamic=None, backend="aot_eager")
+
+
+def test_the_decision_is_a_constant_of_the_graph(op: Op) -> None:
+    learn(op, "two", regime="compiled")
+    run = compiled(op)
+    x, w = torch.randn(4, 8), torch.randn(8)
+    assert who(run(x, w), x, w) == "two"
+    policy.store.forget()
+    policy.forget()
+    assert who(run(x, w), x, w) == "two", "frozen until compiled anew"
+
+
+def test_dynamic_lengths_compile_twice_at_most(op: Op) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    run = torch.compile(lambda x, w: op(x, w, None) * 1.0, fullgraph=True, backend=counter)
+    w = torch.randn(8)
+    for rows in (4, 7, 130, 1000, 33, 5):
+        x = torch.randn(rows, 8)
+        assert who(run(x, w), x, w) == "eager"
+    assert counter.frame_count == 2, "once for the first length, once for all"
+
+
+def test_gradients_and_batches_of_sequences_compile(op: Op) -> None:
+    learn(op, "two", regime="compiled")
+    run = compiled(op)
+    x, w = torch.randn(3, 5, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    run(x, w).sum().backward()
+    torch.testing.assert_close(x.grad, w.detach() * (1 - torch.tanh(x.detach()) ** 2))
+
+
+def test_tracing_never_tunes(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch_module, "settle", _must_not)
+    x, w = torch.randn(4, 8), torch.randn(8)
+    with using("tune"):
+        assert who(compiled(op)(x, w), x, w) == "eager"
+
+
+def test_impl_and_overrides_hold_under_compile(op: Op) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8)
+    run = torch.compile(lambda x, w: op(x, w, None, impl="one"), fullgraph=True, backend="aot_eager")
+    assert who(run(x, w), x, w) == "one"
+    with using(zoo_counting="two"):
+        assert who(compiled(op)(x, w), x, w) == "two"
+
+
+def test_what_cannot_be_traced_says_so(op: Op) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8)
+    run = torch.compile(lambda x, w: op(x, w, None, impl="opaque"), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="can't be traced by torch.compile"):
+        run(x, w)
+
+
+def test_tracing_is_recorded_with_a_case_of_moderate_size(op: Op) -> None:
+    with recording() as recorded:
+        compiled(op)(torch.randn(2, 3, 8), torch.randn(8))
+    ((name, _),) = recorded
+    assert name == "zoo_counting(x=fp32[*,8], w=fp32[8]) cpu compiled"
+    (_, case), *_ = recorded.values()
+    assert case.x.shape == (64, 64, 8)
+    assert key(op, op.bucket(case), "compiled") == name
+
+
+def test_ops_are_found_by_name_or_the_nearest_is_named(op: Op) -> None:
+    assert find_op("zoo_counting") is op
+    with pytest.raises(PolicyError, match="no op 'rms_nrm'; did you mean 'rms_norm'"):
+        find_op("rms_nrm")
+    with pytest.raises(PolicyError, match=r"no op 'q'; the ops are .*rms_norm"):
+        find_op("q")

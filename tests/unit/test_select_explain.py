@@ -1,0 +1,131 @@
+"""Explain: the choice, why, every time, error, share of the limit and rejection, and where the row came from."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import bakeoff
+from bakeoff import hardware
+from bakeoff.errors import PolicyError, Unsupported
+from bakeoff.select import dispatch, policy
+from bakeoff.select.contest import contest
+from bakeoff.select.explain import explain, rows_of
+from bakeoff.select.op import Op
+from bakeoff.select.policy import using
+from tests.unit import test_select_policy as toys
+from tests.unit import zoo
+
+
+@pytest.fixture(autouse=True)
+def _empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hardware, "ceilings", lambda device: hardware.Ceilings(100.0, 1.0, "float32"))
+    policy.store.forget()
+    policy.forget()
+    yield
+    policy.store.forget()
+    policy.forget()
+
+
+@pytest.fixture
+def op() -> Iterator[Op]:
+    made = zoo.op(zoo.GOOD, zoo.WRONG["wrong_dw"][0], zoo.WRONG["absent"][0], name="zoo_explained")
+    with zoo.registered(made):
+        yield made
+
+
+ARGS = (torch.ones(16, 8, requires_grad=True), torch.ones(8, requires_grad=True))
+
+
+def test_without_a_verdict_it_gives_the_heuristic_and_each_reason(op: Op) -> None:
+    found = explain(op, *ARGS)
+    assert (found.op, found.choice, found.source) == ("zoo_explained", "eager", "no verdict for this key")
+    assert found.why == "no verdict: heuristic"
+    assert {r.candidate: r.why for r in found.rows} == {
+        "eager": "not measured",
+        "good": "not measured",
+        "wrong_dw": "not measured",
+        "absent": "no_such_package is not installed",
+    }
+
+
+def test_with_a_verdict_it_gives_everything(op: Op) -> None:
+    verdicts = contest(op, zoo.case(16, 8), budget_s=0.01)
+    policy.store.add(verdicts, "cpu")
+    found = explain("zoo_explained", *ARGS)
+    assert found.key == verdicts[0].key
+    assert found.choice == verdicts[0].winner
+    assert found.source == "measured now"
+    rows = {r.candidate: r for r in found.rows}
+    assert [name for name, r in rows.items() if r.chosen] == [found.choice]
+    for name in ("eager", "good"):
+        us = rows[name].us
+        assert us is not None
+        assert rows[name].share == pytest.approx(hardware.limit_us(2 * 16 * 8 * 4, 10 * 16 * 8, "cpu") / us)
+        assert rows[name].error is not None
+    assert rows["wrong_dw"].us is None
+    assert rows["wrong_dw"].why.startswith("gradient of w is wrong")
+    text = str(found)
+    for part in (found.key, "choice:", "source: measured now", "of limit", "gradient of w is wrong", "not installed"):
+        assert part in text
+    policy.store.fresh.clear()
+    policy.store.loaded.clear()
+    assert explain(op, *ARGS).source == "user cache"
+
+
+def test_the_settings_in_force_count(op: Op) -> None:
+    with using("off"):
+        assert explain(op, *ARGS).why == "selection is off"
+    with using(zoo_explained="good"):
+        found = explain(op, *ARGS)
+        assert (found.choice, found.why) == ("good", "forced by override")
+    with using(zoo_explained="absent"), pytest.raises(Unsupported, match="not installed"):
+        explain(op, *ARGS)
+    with using("strict"), pytest.raises(PolicyError, match="no verdict"):
+        explain(op, *ARGS)
+
+
+def test_it_neither_runs_nor_tunes(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    def must_not(*_: object) -> None:
+        raise AssertionError("an explanation held a contest")
+
+    monkeypatch.setattr(dispatch, "settle", must_not)
+    with using("tune"):
+        assert explain(op, *ARGS).choice == "eager"
+    assert explain(zoo.op(zoo.GOOD, incumbent=toys.noting("eager")), *ARGS).choice == "eager"
+    assert toys.ran == []
+
+
+def test_a_stale_row_and_a_busy_device_are_mentioned(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "disturbance", lambda device, before=0.0: "3 other process(es) use the GPU")
+    policy.store.add(contest(op, zoo.case(16, 8), budget_s=0.01), "cpu")
+    path = policy.store.path("cpu")
+    path.write_text(path.read_text().replace(f'"{torch.__version__}"', '"1.0"'))
+    policy.store.forget()
+    found = explain(op, *ARGS)
+    assert found.why.endswith("from user cache (measured under other versions)")
+    assert "warning: 3 other process(es) use the GPU" in str(found)
+
+
+def test_ops_go_by_name_function_or_declaration() -> None:
+    x = torch.ones(2, 4)
+    from bakeoff.ops import rms_norm
+
+    for op in ("rms_norm", rms_norm):
+        assert bakeoff.explain(op, x).op == "rms_norm"
+    assert bakeoff.explain("rms_norm", x, eps=1e-5).key.count("eps=1e-05") == 1
+    with pytest.raises(PolicyError, match="did you mean 'rms_norm'"):
+        bakeoff.explain("rmsnorm", x)
+    with pytest.raises(TypeError, match="missing a required argument"):
+        bakeoff.explain("rms_norm")
+    with pytest.raises(ValueError, match="must be on one device"):
+        bakeoff.explain("rms_norm", x, torch.ones(4, device="meta"))
+
+
+def test_a_verdict_of_a_gpu_that_is_not_here_has_no_share(op: Op) -> None:
+    (verdict,) = contest(op, zoo.case(16, 8), budget_s=0.01)
+    if not torch.cuda.is_available():
+        assert all(r.share is None for r in rows_of(verdict, "cuda:0", "eager"))
+    assert any(r.share for r in rows_of(verdict, "cpu", "eager"))

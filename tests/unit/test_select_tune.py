@@ -1,0 +1,202 @@
+"""Tuning: one real step, the exact keys it used, their contests within the budget, the table in force after."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bakeoff
+from bakeoff.errors import ContestError
+from bakeoff.select import policy
+from bakeoff.select.key import key
+from bakeoff.select.op import Op
+from bakeoff.select.policy import using
+from bakeoff.select.tune import recordings, tune
+from bakeoff.select.verdict import Verdict
+from tests.unit import test_select_policy as toys
+from tests.unit import zoo
+
+module = __import__("sys").modules["bakeoff.select.tune"]
+
+
+@pytest.fixture(autouse=True)
+def _empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "_failed", set())
+    policy.store.forget()
+    policy.forget()
+    torch.compiler.reset()
+    yield
+    policy.store.forget()
+    policy.forget()
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def op() -> Iterator[Op]:
+    made = zoo.op(toys.noting("one"), toys.noting("two"), incumbent=toys.noting("eager"), name="zoo_tuned")
+    toys.ran.clear()
+    with zoo.registered(made):
+        yield made
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Contests that "two" wins without being run; the keys they were held for."""
+    keys: list[str] = []
+
+    def hold(op: Op, case: Any, regimes: tuple[str, ...], worker: object, budget_s: float) -> list[Verdict]:
+        keys.extend(key(op, case, regime) for regime in regimes)
+        made = [toys.verdict(op, "two", rows=case.x.shape[0], regime=regime) for regime in regimes]
+        policy.store.add(made, case.device)
+        return made
+
+    monkeypatch.setattr(module, "_hold", hold)
+    return keys
+
+
+def call(op: Op, rows: int = 4) -> None:
+    op(torch.ones(rows, 8), torch.ones(8), None)
+
+
+def test_it_settles_the_keys_of_one_step_and_puts_them_in_force(op: Op, held: list[str]) -> None:
+    steps: list[int] = []
+
+    def step() -> None:
+        steps.append(1)
+        for rows in (4, 5, 4):
+            call(op, rows)
+
+    report = tune(step, 30.0)
+    wanted = [key(op, zoo.case(rows, 8, grad=False), "eager") for rows in (4, 5)]
+    assert steps == [1]
+    assert held == wanted
+    assert report.choices == dict.fromkeys(wanted, "two")
+    assert (report.measured, report.unsettled) == (2, {})
+    toys.ran.clear()
+    call(op, 5)
+    assert toys.ran == ["two"]
+    assert sorted(json.loads(policy.store.path("cpu").read_text())["rows"]) == sorted(wanted)
+
+
+def test_known_keys_are_not_measured_again_unless_forced_or_stale(op: Op, held: list[str]) -> None:
+    tune(lambda: call(op), 30.0)
+    again = tune(lambda: call(op), 30.0)
+    assert (again.measured, len(again.verdicts), len(held)) == (0, 1, 1)
+    assert tune(lambda: call(op), 30.0, force=True).measured == 1
+    policy.store.forget()
+    path = policy.store.path("cpu")
+    path.write_text(path.read_text().replace(f'"{torch.__version__}"', '"1.0"'))
+    assert tune(lambda: call(op), 30.0).measured == 1, "measured under another torch"
+
+
+def test_the_budget_leaves_the_rest_unsettled_and_says_so(op: Op, held: list[str]) -> None:
+    report = tune(lambda: call(op), 0.0)
+    assert held == []
+    assert report.verdicts == ()
+    assert report.unsettled == {key(op, zoo.case(4, 8, grad=False), "eager"): "the budget of 0 s was spent"}
+
+
+def test_a_long_step_does_not_eat_the_budget(op: Op, held: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+    def step() -> None:
+        call(op)
+        now[0] += 1000
+
+    report = tune(step, 1.0)
+    assert (report.measured, report.seconds) == (1, 1000)
+
+
+def test_a_contest_that_fails_is_listed_and_the_next_is_held(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hold(op: Op, case: Any, *_: Any) -> list[Verdict]:
+        if case.x.shape[0] == 4:
+            raise ContestError("the incumbent fails")
+        return [toys.verdict(op, "two", rows=5)]
+
+    monkeypatch.setattr(module, "_hold", hold)
+    report = tune(lambda: (call(op, 4), call(op, 5)), 30.0)
+    assert report.unsettled == {key(op, zoo.case(4, 8, grad=False), "eager"): "the incumbent fails"}
+    assert report.measured == 1
+
+
+def test_ctrl_c_leaves_the_table_whole_and_the_process_usable(op: Op, held: list[str]) -> None:
+    seen: list[str] = []
+
+    def announce(text: str) -> None:
+        seen.append(text)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(lambda: (call(op, 4), call(op, 5)), 30.0, announce=announce)
+    assert len(json.loads(policy.store.path("cpu").read_text())["rows"]) == 1
+    assert recordings == []
+
+
+def test_a_step_that_raises_ends_the_recording(op: Op) -> None:
+    with pytest.raises(ZeroDivisionError):
+        tune(lambda: 1 / 0, 1.0)
+    assert recordings == []
+    call(op)
+    assert len(policy.memo(policy.current())) == 1
+
+
+@pytest.mark.parametrize("name", ["tune", "strict"])
+def test_policies_that_mind_a_miss_wait_until_the_step_is_over(op: Op, held: list[str], name: str) -> None:
+    with using(name):
+        report = tune(lambda: call(op), 30.0)
+        assert report.measured == 1
+        toys.ran.clear()
+        call(op)
+        assert toys.ran == ["two"]
+
+
+def test_compiled_regions_are_settled_and_compiled_anew(op: Op, held: list[str]) -> None:
+    from tests.unit.test_select_dispatch import one, two, who
+
+    added = zoo.op(
+        zoo.Candidate("one", one), zoo.Candidate("two", two), name="zoo_added", heuristic=lambda case, regime: "one"
+    )
+    x, w = torch.randn(4, 8), torch.randn(8)
+    with zoo.registered(added):
+        run = torch.compile(lambda x, w: added(x, w, None), fullgraph=True, backend="aot_eager")
+        report = tune(lambda: run(x, w), 30.0)
+        assert list(report.choices) == held == ["zoo_added(x=fp32[*,8], w=fp32[8]) cpu compiled"]
+        assert who(run(x, w), x, w) == "two"
+
+
+def test_the_tune_policy_gives_a_failing_contest_one_try(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def hold(*_: Any) -> list[Verdict]:
+        tries.append(1)
+        raise ContestError("no")
+
+    monkeypatch.setattr(module, "_hold", hold)
+    with using("tune"):
+        for rows in (1025, 1026, 1027):  # one key, three fingerprints
+            call(op, rows)
+    assert len(tries) == 1
+
+
+def test_a_real_contest_of_an_importable_op_and_of_one_from_a_script() -> None:
+    """No fakes: an op known to this process alone is held here, any other in a worker."""
+    script = zoo.op(zoo.GOOD, zoo.WRONG["wrong_dw"][0], name="zoo_script")
+    x, w = torch.randn(16, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+
+    def step() -> None:
+        (script(x, w, None) + zoo.CALM(x, w, None)).sum().backward()
+
+    with zoo.registered(script, zoo.CALM):
+        heard: list[str] = []
+        report = bakeoff.tune(step, 30.0, announce=heard.append)
+    assert {v.op for v in report.verdicts} == {"zoo_script", "zoo_calm"}
+    assert report.unsettled == {}
+    assert set(report.choices.values()) <= {"eager", "good"}
+    assert "good: compile and verify" in heard
+    assert all(v.key.endswith("cpu eager") and "'" in v.key for v in report.verdicts)

@@ -1,0 +1,186 @@
+"""Contests in a worker process: whatever candidates do to it is a rejection, and nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bakeoff.errors import ContestError
+from bakeoff.select.op import Candidate, resolve
+from bakeoff.select.verdict import Trial, Verdict
+from bakeoff.select.worker import Worker, home_of
+from tests.unit import zoo
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    """One worker for all the tests it survives."""
+    with Worker() as made:
+        yield made
+
+
+def trial(verdict: Verdict, name: str) -> Trial:
+    return next(t for t in verdict.trials if t.candidate == name)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_crashes_of_every_kind_are_rejections(worker: Worker) -> None:
+    heard: list[str] = []
+    worker.announce = heard.append
+    (verdict,) = worker.contest(zoo.CRASHING, zoo.case(), ("eager",), 0.3)
+    reasons = {t.candidate: t.rejected for t in verdict.trials}
+    assert reasons == {
+        "eager": None,
+        "good": None,
+        "aborts": "crashed: killed by SIGABRT (free(): invalid pointer)",
+        "segfaults": "crashed: killed by SIGSEGV",
+        "exits": f"crashed: exited with status 3 ({'x' * 200})",
+        "loses_the_device": "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "crashes_when_timed": "crashed: exited with status 9",
+        "prints": None,
+    }
+    assert all(t.timing for t in verdict.trials if not t.rejected)
+    assert "aborts: compile and verify" in heard
+    assert "good" not in heard, "samples are not worth a line each"
+
+
+def test_the_worker_of_the_last_contest_is_used_again(worker: Worker) -> None:
+    worker.contest(zoo.CALM, zoo.case(), ("eager",), 0.01)
+    assert worker.process is not None
+    pid = worker.process.pid
+    (verdict,) = worker.contest(zoo.CALM, zoo.case(17, 8, torch.bfloat16), ("eager",), 0.01)
+    assert worker.process.pid == pid
+    assert verdict.key == "zoo_calm(x=bf16[20,8]', w=bf16[8]') cpu eager"
+
+
+def test_a_hang_is_ended_and_rejected() -> None:
+    with Worker(stage_limit_s=3) as worker:
+        (verdict,) = worker.contest(zoo.HANGING, zoo.case(), ("eager",), 0.01)
+        assert trial(verdict, "hangs").rejected == "hangs: no answer for 3 s"
+        assert trial(verdict, "good").rejected is None
+
+
+def test_an_incumbent_that_crashes_ends_the_contest_with_its_reason() -> None:
+    with Worker() as worker, pytest.raises(ContestError, match=r"failed while at 'prepare the reference': crashed: killed"):
+        worker.contest(zoo.HOPELESS, zoo.case(), ("eager",), 0.01)
+
+
+def test_errors_of_the_contest_come_back(worker: Worker) -> None:
+    with pytest.raises(ContestError, match="not enough GPU memory"):
+        worker.contest(zoo.GPU_FULL, zoo.case(), ("eager",), 0.01)
+    with pytest.raises(ContestError, match="ValueError: zoo: w has shape"):
+        worker.contest(zoo.CALM, zoo.case().replace(w=zoo.case(4, 9).w), ("eager",), 0.01)
+
+
+def test_a_worker_found_dead_is_replaced(worker: Worker) -> None:
+    worker.contest(zoo.CALM, zoo.case(), ("eager",), 0.01)
+    assert worker.process is not None
+    os.kill(worker.process.pid, signal.SIGKILL)
+    worker.process.wait()
+    (verdict,) = worker.contest(zoo.CALM, zoo.case(), ("eager",), 0.01)
+    assert trial(verdict, "good").rejected is None
+
+
+def test_the_worker_takes_over_the_switches_of_its_parent(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.use_deterministic_algorithms(True)
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_num_threads(1)
+        torch.set_float32_matmul_precision("high")
+        with zoo.registered(zoo.SWITCHES):
+            (verdict,) = worker.contest(zoo.SWITCHES, zoo.case(), ("eager",), 0.01)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+    assert trial(verdict, "tells").rejected == "RuntimeError: deterministic True, threads 1, precision high"
+
+
+def test_arguments_that_do_not_survive_the_way_are_refused(worker: Worker) -> None:
+    with pytest.raises(ContestError, match="can't be sent to a worker"):
+        worker.contest(zoo.CALM, zoo.case().replace(flag=float("inf")), ("eager",), 0.01)
+
+
+def test_an_op_that_cannot_be_imported_is_refused(worker: Worker) -> None:
+    lost = zoo.op(home="tests.unit.zoo:NOTHING")
+    assert home_of(lost) is None
+    with pytest.raises(ContestError, match="set Op.home"):
+        worker.contest(lost, zoo.case(), ("eager",), 0.01)
+    assert home_of(zoo.op(home="tests.unit.zoo:CALM")) is None, "another op lives there"
+    assert resolve(home_of(zoo.CALM) or "") is zoo.CALM
+
+
+def test_nothing_is_left_of_a_worker() -> None:
+    before, threads = descriptors(), threading.active_count()
+    worker = Worker()
+    worker.contest(zoo.CALM, zoo.case(), ("eager",), 0.01)
+    assert worker.process is not None
+    pid = worker.process.pid
+    worker.close()
+    assert not Path(f"/proc/{pid}").exists(), "not even a zombie"
+    worker.close()
+    assert descriptors() == before
+    assert threading.active_count() == threads
+
+
+SCRIPT = """
+    import sys, threading
+    from bakeoff.select.worker import Worker
+    from tests.unit import zoo
+    worker = Worker(announce=lambda stage: print(stage, worker.process.pid, flush=True))
+    with worker:
+        worker.contest(zoo.WAITING, zoo.case(), ("eager",), 0.01)
+"""
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_the_worker_ends_with_its_parent(end: signal.Signals) -> None:
+    """Ctrl-C, and a parent that had no time to clean up."""
+    script = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}/src{os.pathsep}{ROOT}"},
+    )
+    assert script.stdout is not None
+    pid = 0
+    for line in script.stdout:
+        pid = int(line.split()[-1])
+        if line.startswith("waits: compile"):
+            break
+    assert alive(pid)
+    script.send_signal(end)
+    _, complaints = script.communicate(timeout=30)
+    assert script.returncode != 0
+    if end == signal.SIGINT:
+        assert "KeyboardInterrupt" in complaints
+    deadline = time.monotonic() + 20
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def test_candidates_are_imported_where_they_run() -> None:
+    assert isinstance(Candidate("far", "tests.unit.nothing:here").load, str), "declaring imports nothing"

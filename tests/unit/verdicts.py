@@ -1,0 +1,24 @@
+"""Verdicts that no contest gave, for tests of what reads them."""
+
+from bakeoff.select import Case, Op, Trial, Verdict
+from bakeoff.select.key import key
+from bakeoff.select.measure import Timing
+from bakeoff.select.verify import Errors
+
+DATE = "2026-01-02T03:04:05+00:00"
+
+
+def made(op: Op, case: Case, us: dict[str, float], winner: str, regime: str = "eager") -> Verdict:
+    """The verdict of `case` in which the candidates in `us` took that long and all others are out."""
+    trials = tuple(
+        Trial(
+            c.name,
+            c.source_hash,
+            Timing(us[c.name], 0.9 * us[c.name], 1.1 * us[c.name], 0.001, 9),
+            Errors(3e-7, 1e-7, 0),
+        )
+        if c.name in us
+        else Trial(c.name, c.source_hash, rejected="made to be out")
+        for c in op.candidates
+    )
+    return Verdict(key(op, case, regime), op.name, regime, winner, "made to win", trials, op.cost(case), DATE)

@@ -1,0 +1,414 @@
+"""Deliberately bad candidates, and the small ops they compete in, importable by a worker process.
+
+Most of them compute ``tanh(x) * w`` through one autograd Function that is right, and go wrong by a hook into its
+forward or its backward. None of these ops stays in the registry: `registered` puts one there for a test.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bakeoff.select.key import round_rows, with_layout
+from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta, registry
+
+HERE = "tests.unit.zoo"
+
+
+# ----------------------------------------------------------------------------------------- the op
+def reference(x: Any, w: Any, flag: Any = None) -> Any:
+    return torch.tanh(x) * w
+
+
+def eager(x: Any, w: Any, flag: Any = None) -> Any:
+    return torch.tanh(x) * w
+
+
+class _Product(torch.autograd.Function):
+    """tanh(x) * w in float64, rounded once, so that it is as good as any; `forward` and `backward` are hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any, forward: Any, backward: Any) -> Any:
+        ctx.save_for_backward(x, w)
+        ctx.hook = backward
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        y.copy_(torch.tanh(x.double()) * w.double())
+        changed = forward(x, w, y) if forward else None
+        return y if changed is None else changed
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        x, w = ctx.saved_tensors
+        t, wide = torch.tanh(x.double()), dy.double()
+        dx = (wide * w.double() * (1 - t * t)).to(x.dtype)
+        dw = (wide * t).sum(tuple(range(x.dim() - 1))).to(w.dtype) if x.dim() > 1 else (wide * t).to(w.dtype)
+        changed = ctx.hook(dy, dx, dw) if ctx.hook else None
+        return *((dx, dw) if changed is None else changed), None, None
+
+
+def product(forward: Any = None, backward: Any = None) -> Callable[..., Any]:
+    """A candidate's call, right but for its hooks: forward(x, w, y), backward(dy, dx, dw)."""
+
+    def call(x: Any, w: Any, flag: Any = None) -> Any:
+        return _Product.apply(x, w, forward, backward)
+
+    return call
+
+
+good = product()
+
+
+def check(case: Case) -> None:
+    for name in ("x", "w"):
+        if not isinstance(case.args[name], TensorMeta):
+            raise TypeError(f"zoo: {name} must be a tensor, got {case.args[name]!r}")
+    if case.w.shape != case.x.shape[-1:]:
+        raise ValueError(f"zoo: w has shape {case.w.shape}, expected {case.x.shape[-1:]}")
+
+
+def bucket(case: Case) -> Case:
+    features = case.x.shape[-1]
+    rows = case.x.numel // features if features else 0
+    return case.replace(x=with_layout(case.x, (round_rows(rows), features)), w=with_layout(case.w, (features,)))
+
+
+def op(*candidates: Candidate, name: str = "zoo", home: str = "", **changes: Any) -> Op:
+    """An op of eager and `candidates`, kept out of the registry."""
+    settings: dict[str, Any] = {
+        "reference": reference,
+        "check": check,
+        "bucket": bucket,
+        "cost": lambda case: Cost(2 * case.x.nbytes, 10 * case.x.numel),
+        "cases": list,
+        "heuristic": lambda case, regime: "eager",
+        "features": {"x": 1, "w": 1},
+        "batched": frozenset({"x"}),
+    }
+    incumbent = changes.pop("incumbent", Candidate("eager", f"{HERE}:eager"))
+    made = Op(name=name, candidates=(incumbent, *candidates), home=home, **{**settings, **changes})
+    registry.pop(name, None)
+    return made
+
+
+@contextlib.contextmanager
+def registered(*ops: Op) -> Iterator[None]:
+    """Known by name inside the block."""
+    registry.update({o.name: o for o in ops})
+    try:
+        yield
+    finally:
+        for o in ops:
+            registry.pop(o.name, None)
+
+
+def case(
+    rows: int | tuple[int, ...] = 32, features: int = 48, dtype: torch.dtype = torch.float32, *, grad: bool = True
+) -> Case:
+    lead = (rows,) if isinstance(rows, int) else rows
+    x = TensorMeta.dense((*lead, features), dtype, grad=grad)
+    w = TensorMeta.dense((features,), dtype, grad=grad)
+    return Case({"x": x, "w": w, "flag": None}, "cpu")
+
+
+# ------------------------------------------------------------------------- wrong in what they give
+def _last_tile(x: Any, w: Any, y: Any) -> None:
+    y[:, 128:] = torch.tanh(x[:, 128:]) * w[: y[:, 128:].shape[1]]  # its column offset is missing
+
+
+def _ragged_rows(x: Any, w: Any, y: Any) -> None:
+    y[x.shape[0] // 16 * 16 :] = 0  # the tail is left out
+
+
+def _uninitialised(x: Any, w: Any, y: Any) -> Any:
+    partial = torch.empty_like(y)
+    partial[:, :-1] = y[:, :-1]
+    return partial
+
+
+def _unset_sum(dy: Any, dx: Any, dw: Any) -> Any:
+    total = torch.empty_like(dw)
+    total += dw  # adds to what was never set
+    return dx, total
+
+
+def _nan_on_zero_rows(x: Any, w: Any, y: Any) -> Any:
+    length = x.double().norm(dim=-1, keepdim=True)
+    return (y.double() / length * length).to(y.dtype)
+
+
+_calls = iter(range(10**9))
+
+
+def _racy(x: Any, w: Any, y: Any) -> None:
+    if next(_calls) % 2:
+        y[0, 0] = torch.nextafter(y[0, 0], torch.tensor(9.0, dtype=y.dtype))
+
+
+def _past(start: int) -> Callable[..., None]:
+    def write(x: Any, w: Any, y: Any) -> None:
+        ctypes.memset(y.data_ptr() + (y.nbytes if start >= 0 else start), 0, 4)
+
+    return write
+
+
+def _double_x(x: Any, w: Any, y: Any) -> None:
+    x.detach().mul_(2)
+
+
+def _double_dy(dy: Any, dx: Any, dw: Any) -> None:
+    dy.detach()[0].mul_(2)
+
+
+def _only_dense_dy(dy: Any, dx: Any, dw: Any) -> Any:
+    return None if dy.stride(0) else (dx.roll(1, 0), dw)
+
+
+def _never_transposed_dy(dy: Any, dx: Any, dw: Any) -> Any:
+    return (dx.roll(1, 0), dw) if dy.dim() > 1 and dy.stride(0) < dy.stride(1) else None
+
+
+def out_of_memory(*_: Any) -> Any:
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 900.00 GiB")
+
+
+def launches() -> int:
+    return launched[0]
+
+
+launched = [0]
+
+
+def _launch(x: Any, w: Any, y: Any) -> None:
+    launched[0] += 1
+
+
+def _missing(*_: Any) -> Any:
+    raise ImportError("libcuda.so.1: cannot open shared object file")
+
+
+WRONG: dict[str, tuple[Candidate, str]] = {
+    c.name: (c, reason)
+    for c, reason in [
+        (Candidate("small_factor", product(lambda x, w, y: y * 1.003)), r"output is wrong: .* error"),
+        (Candidate("wrong_dw", product(None, lambda dy, dx, dw: (dx, dw * 1.01))), "gradient of w is wrong"),
+        (Candidate("wrong_dx", product(None, lambda dy, dx, dw: (dx * 0.99, dw))), "gradient of x is wrong"),
+        (Candidate("last_tile", product(_last_tile)), r"output is wrong: max error .* at \[\d+, \d+\]"),
+        (Candidate("ragged_rows", product(_ragged_rows)), r"output is wrong.*x \[\d+, 192\]"),
+        (Candidate("racy", product(_racy)), "differs from run to run although declared deterministic"),
+        (Candidate("after", product(_past(0))), "writes outside its output"),
+        (Candidate("before", product(_past(-4))), "writes outside its output"),
+        (Candidate("modifies_x", product(_double_x)), "modifies its input x"),
+        (Candidate("modifies_dy", product(None, _double_dy)), "modifies the gradient it is given"),
+        (Candidate("uninitialised", product(_uninitialised)), r"output is nan at \[0, 191\]"),
+        (Candidate("unset_sum", product(None, _unset_sum)), r"gradient of w is nan at \[0\]"),
+        (Candidate("nan_on_zero_rows", product(_nan_on_zero_rows)), r"output is nan at \[3, 0\] \(adversarial"),
+        (Candidate("silent", eager, launches=launches), "none of its own kernels ran"),
+        (Candidate("no_dw", product(None, lambda dy, dx, dw: (dx, None))), "gives no gradient of w"),
+        (Candidate("detached", lambda *a: good(*a).detach()), "gives no gradient of w"),
+        (Candidate("wrong_dtype", lambda *a: good(*a).double()), r"returns torch.float64\[.*not torch.float32"),
+        (Candidate("wrong_shape", lambda *a: good(*a)[None]), r"returns torch.float32\[1, .*not torch.float32"),
+        (Candidate("two_outputs", lambda *a: (good(*a), good(*a))), "returns 2 tensors, not 1"),
+        (Candidate("no_tensor", lambda *a: None), "returns a NoneType, not a tensor"),
+        (Candidate("only_dense_dy", product(None, _only_dense_dy)), "gradient of x is wrong.*adversarial"),
+        (Candidate("transposed_dy", product(None, _never_transposed_dy)), "gradient of x is wrong"),
+        (Candidate("out_of_memory", out_of_memory), "CUDA out of memory"),
+        (Candidate("missing", _missing), "ImportError: libcuda.so.1"),
+        (Candidate("broken_import", "tests.unit.nothing:here"), "ModuleNotFoundError"),
+        (Candidate("absent", good, requires=("no_such_package",)), "no_such_package is not installed"),
+        (Candidate("no_backward", good, has_backward=False), "has no backward"),
+        (Candidate("picky", good, supports=lambda case: "wants even rows"), "wants even rows"),
+        (Candidate("bad_supports", good, supports=lambda case: 1 / 0), r"supports\(\) fails: ZeroDivisionError"),
+    ]
+}
+HONEST_RACE = Candidate("honest_race", product(_racy), deterministic=False)
+LAUNCHES = Candidate("launches", product(_launch), launches=launches)
+GOOD = Candidate("good", f"{HERE}:good")
+
+
+def turning_wrong(after: int) -> Candidate:
+    """Right for its first `after` calls, which are those of verification."""
+    calls = [0]
+
+    def turn(x: Any, w: Any, y: Any) -> Any:
+        calls[0] += 1
+        return y * 2 if calls[0] > after else y
+
+    return Candidate("turning", product(turn))
+
+
+# ------------------------------------------------------------------------------ with a time of their own
+class FakeTime:
+    """Two clocks, in seconds, that only `costing` candidates move: the caller's and the device's."""
+
+    def __init__(self) -> None:
+        self.host = self.device = 0.0
+
+    def costing(
+        self, name: str, host_us: float | Callable[[int], float], device_us: float = 0.0, **declares: Any
+    ) -> Candidate:
+        """A right candidate whose n-th call takes ``host_us(n)``."""
+        calls = [0]
+
+        def call(x: Any, w: Any, flag: Any = None) -> Any:
+            calls[0] += 1
+            taken = host_us(calls[0]) if callable(host_us) else host_us
+            self.host += taken * 1e-6
+            self.device += (device_us or taken) * 1e-6
+            return eager(x, w)
+
+        return Candidate(name, call, **declares)
+
+
+# ---------------------------------------------------------------------- what ends or stops a process
+def aborts(*_: Any) -> Any:
+    sys.stderr.write("free(): invalid pointer\n")
+    sys.stderr.flush()
+    os.abort()
+
+
+def segfaults(*_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    threading.Event().wait()
+
+
+def exits(*_: Any) -> Any:
+    sys.stderr.write("x" * 300_000 + "\n")  # far more than a pipe holds
+    sys.exit(3)
+
+
+def hangs(*_: Any) -> Any:
+    while True:
+        pass
+
+
+def loses_the_device(*_: Any) -> Any:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+_until_timed = [0]
+
+
+def crashes_when_timed(x: Any, w: Any, flag: Any = None) -> Any:
+    _until_timed[0] += 1
+    if _until_timed[0] > 12:  # verification takes six calls, the timer's first look four
+        os._exit(9)
+    return good(x, w)
+
+
+def raises_when_timed(x: Any, w: Any, flag: Any = None) -> Any:
+    _until_timed[0] += 1
+    if _until_timed[0] > 12:
+        raise RuntimeError("out of launches")
+    return good(x, w)
+
+
+def prints(x: Any, w: Any, flag: Any = None) -> Any:
+    sys.stdout.write("noise\n")
+    sys.stderr.write("y" * 100_000)
+    return good(x, w)
+
+
+def tells(*_: Any) -> Any:
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    raise RuntimeError(f"deterministic {deterministic}, threads {threads}, precision {precision}")
+
+
+def waits(*_: Any) -> Any:
+    threading.Event().wait()
+
+
+def _deadly(name: str) -> Candidate:
+    return Candidate(name, f"{HERE}:{name}")
+
+
+CRASHING = op(
+    GOOD,
+    *(_deadly(n) for n in ("aborts", "segfaults", "exits", "loses_the_device", "crashes_when_timed", "prints")),
+    name="zoo_crashing",
+    home=f"{HERE}:CRASHING",
+)
+HANGING = op(GOOD, _deadly("hangs"), name="zoo_hanging", home=f"{HERE}:HANGING")
+WAITING = op(_deadly("waits"), name="zoo_waiting", home=f"{HERE}:WAITING")
+SWITCHES = op(_deadly("tells"), name="zoo_switches", home=f"{HERE}:SWITCHES")
+CALM = op(GOOD, name="zoo_calm", home=f"{HERE}:CALM")
+HOPELESS = op(name="zoo_hopeless", home=f"{HERE}:HOPELESS", incumbent=_deadly("aborts"))
+GPU_FULL = op(name="zoo_full", home=f"{HERE}:GPU_FULL", incumbent=_deadly("out_of_memory"))
+
+
+# ----------------------------------------------------------------------------- ops of other forms
+def _one(name: str, formula: Callable[..., Any], *candidates: Candidate, **changes: Any) -> Op:
+    common: dict[str, Any] = {
+        "reference": formula,
+        "check": lambda case: None,
+        "bucket": lambda case: case,
+        "incumbent": Candidate("eager", formula),
+        "features": {"x": 1},
+        "cost": lambda case: Cost(1, 1),
+    }
+    return op(*candidates, name=name, **{**common, **changes})
+
+
+def _mean(x: Any) -> Any:
+    return x.mean()
+
+
+def _order(x: Any) -> Any:
+    return x.argmax(-1), x.amax(-1)
+
+
+def _gather(x: Any, ids: Any) -> Any:
+    return x[ids]
+
+
+def _ids(name: str, meta: TensorMeta, generator: torch.Generator) -> Any:
+    return torch.randint(8, meta.shape, generator=generator) if name == "ids" else None
+
+
+def _copy(x: Any) -> Any:
+    return x.clone()
+
+
+def _dense(x: Any) -> Any:
+    return x.contiguous()
+
+
+MEAN = _one(
+    "zoo_mean",
+    _mean,
+    Candidate("right", lambda x: (x.double().sum() / x.numel()).to(x.dtype)),
+    Candidate("wrong", lambda x: x.sum() / (x.numel() - 1)),
+    batched=frozenset(),
+)
+ORDER = _one(
+    "zoo_order",
+    _order,
+    Candidate("right", lambda x: (x.flip(-1).flip(-1).argmax(-1), x.t().amax(0))),
+    Candidate("off_by_one", lambda x: ((x.argmax(-1) + 1) % x.shape[-1], x.amax(-1))),
+    Candidate("int32", lambda x: (x.argmax(-1).int(), x.amax(-1))),
+)
+GATHER = _one(
+    "zoo_gather",
+    _gather,
+    Candidate("right", lambda x, ids: torch.index_select(x, 0, ids)),
+    Candidate("wrong", lambda x, ids: x[ids.roll(1)]),
+    draw=_ids,
+    batched=frozenset(),
+    features={"x": 2, "ids": 0},
+)
+COPY = _one("zoo_copy", _copy, Candidate("alias", lambda x: x.view_as(x)), Candidate("right", lambda x: x + 0))
+DENSE = _one("zoo_dense", _dense, Candidate("alias", lambda x: x.view_as(x)), Candidate("right", lambda x: x + 0))
+
+
+def with_candidates(base: Op, *candidates: Candidate) -> Op:
+    """`base` with other challengers under the same name, as after an update of the package."""
+    made = replace(base, candidates=(base.incumbent, *candidates))
+    registry.pop(base.name, None)
+    return made
