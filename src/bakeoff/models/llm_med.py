@@ -1,0 +1,407 @@
+"""LLM-Med: a byte-level decoder of the usual kind, and the showcase of selection.
+
+Pre-norm blocks of attention (rotary positions, optional key/value sharing) and a gated MLP, tied head.
+The residual stream travels as a pair (branch, residual): the sum of the two is formed inside the next
+RMSNorm, so that adding and normalising is one pass over memory. Every `rms_norm` and `rotary` call goes
+through selection.
+
+Shapes: B batch, T time, D d_model, H heads, K kv_heads, E = D / H, V vocab.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Literal, TypedDict, Unpack
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bakeoff.nn import RMSNorm
+from bakeoff.ops.rotary import rotary, rotary_tables
+
+__all__ = ["SIZES", "Cache", "Config", "LLMMed", "sample"]
+
+Size = Literal["tiny", "small", "base"]
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"d_model": 128, "layers": 2, "heads": 4, "max_seq_len": 256},
+    "small": {"d_model": 384, "layers": 6, "heads": 8, "max_seq_len": 1024},
+    "base": {"d_model": 768, "layers": 12, "heads": 12, "max_seq_len": 2048},
+}
+
+
+class Config(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="llm-med"
+):
+    """The shape of an `LLMMed`. Values that contradict each other raise ValueError."""
+
+    vocab: int = 256
+    d_model: int = 384
+    layers: int = 6
+    heads: int = 8
+    kv_heads: int = 0
+    """Key/value heads, a divisor of `heads`; 0 means as many as `heads`."""
+    d_ff: int = 0
+    """Inner width of the gated MLP; 0 means 8/3 of d_model, rounded up to a multiple of 64."""
+    max_seq_len: int = 1024
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-6
+    dropout: float = 0.0
+    """Probability of dropping an element of a branch's output while training."""
+    logit_cap: float = 0.0
+    """Logits become cap * tanh(logits / cap); 0 leaves them alone."""
+    tie: bool = True
+    """The head uses the embedding's weight."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "d_model", "layers", "heads", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        pair = 2 * self.heads
+        if self.d_model % pair:
+            raise ValueError(
+                f"d_model={self.d_model} must be a multiple of 2*heads={pair}, as rotary turns pairs in a "
+                f"head; d_model={math.ceil(self.d_model / pair) * pair} is"
+            )
+        if self.kv_heads < 0 or self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads} (0 means no sharing)")
+        if self.d_ff < 0:
+            raise ValueError(f"d_ff={self.d_ff} must not be negative (0 means 8/3 of d_model)")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        if self.logit_cap < 0.0:
+            raise ValueError(f"logit_cap={self.logit_cap} must not be negative (0 means none)")
+
+    @classmethod
+    def sizes(cls, size: Size, **overrides: float | bool) -> "Config":
+        """The named size, with some fields changed: ``Config.sizes("tiny", kv_heads=2)``."""
+        if size not in SIZES:
+            raise ValueError(f"no size {size!r}; there are {', '.join(SIZES)}")
+        return msgspec.convert({**SIZES[size], **overrides}, cls)
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.heads
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def ff_dim(self) -> int:
+        return self.d_ff or 64 * math.ceil(self.d_model * 8 / 3 / 64)
+
+
+class Sampling(TypedDict, total=False):
+    """The keywords of `LLMMed.stream`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    generator: torch.Generator | None
+
+
+class Cache:
+    """Keys and values of the positions seen so far, per layer [B, K, max_seq_len, E], and their count."""
+
+    def __init__(self, config: Config) -> None:
+        self.capacity = config.max_seq_len
+        self.length = 0
+        self.layers: list[tuple[Tensor, Tensor] | None] = [None] * config.layers
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores k, v [B, K, T, E] behind `length`; returns all keys and values up to there.
+
+        `length` itself moves once per pass, after the last layer.
+        """
+        held = self.layers[layer]
+        if held is None:
+            shape = (k.shape[0], k.shape[1], self.capacity, k.shape[3])
+            held = self.layers[layer] = (k.new_empty(shape), v.new_empty(shape))
+        end = self.length + k.shape[2]
+        for kept, new in zip(held, (k, v), strict=True):
+            kept[:, :, self.length : end] = new
+        return held[0][:, :, :end], held[1][:, :, :end]
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; keys and values shared by groups of heads."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.n_kv_heads, config.head_dim
+        self.qkv = nn.Linear(config.d_model, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
+        """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
+        b, t, _ = x.shape
+        heads = self.qkv(x).view(b, t, -1, self.head_dim)
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        q, k = rotary(q, k, cos, sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        mask, prefix = None, cache.length if cache is not None else 0
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+            if prefix and t > 1:  # rows behind a prefix see it and what precedes them
+                mask = torch.ones(t, prefix + t, dtype=torch.bool, device=x.device).tril(prefix)
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=not prefix, enable_gqa=self.kv_heads != self.heads
+        )
+        out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, -1))
+        return out
+
+
+class MLP(nn.Module):
+    """down(SiLU(gate(x)) * up(x)), gate and up in one projection. Source: Shazeer 2020."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.d_model, 2 * config.ff_dim, bias=False)
+        self.down = nn.Linear(config.ff_dim, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+class Block(nn.Module):
+    """One layer. Takes and returns the stream as (branch, residual); their sum is the stream."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cache: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:  # the first layer: nothing to add yet
+            h, residual = self.attention_norm(x), x
+        else:
+            h, residual = self.attention_norm(x, residual)
+        drops = self.training and cache is None  # decoding never drops
+        x = F.dropout(self.attention(h, cos, sin, cache), self.dropout, drops)
+        h, residual = self.mlp_norm(x, residual)
+        x = F.dropout(self.mlp(h), self.dropout, drops)
+        return x, residual
+
+
+class LLMMed(nn.Module):
+    """A causal language model over `config.vocab` symbols, bytes by default.
+
+    >>> model = LLMMed(Config.sizes("tiny"))
+    >>> ids = torch.randint(256, (2, 16))
+    >>> logits, _ = model(ids)                     # [2, 16, 256]
+    >>> _, loss = model(ids[:, :-1], ids[:, 1:])   # mean cross entropy in nats
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.d_model)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
+        cos, sin = rotary_tables(config.max_seq_len, config.head_dim, config.rope_base)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.reset_parameters()
+
+    cos: Tensor
+    sin: Tensor
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal weights of deviation 0.02; the projections that end a branch are divided by
+        sqrt(2 * layers), so that the stream's variance does not grow with depth (Radford et al. 2019)."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim >= 2:
+                ends_branch = name.endswith(("attention.out.weight", "mlp.down.weight"))
+                nn.init.normal_(parameter, std=0.02 * (2 * self.config.layers) ** (-0.5 * ends_branch))
+            else:
+                nn.init.ones_(parameter)
+
+    def forward(
+        self, ids: Tensor, targets: Tensor | None = None, *, return_logits: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(logits, loss) of whole rows.
+
+        Args:
+            ids: [B, T] symbols, uint8, int32 or int64, 1 <= T <= config.max_seq_len. Their values are not
+                checked, which would wait for the device.
+            targets: [B, T] next symbols, -100 where none counts. Without them the loss is None.
+            return_logits: give logits beside the loss, too.
+
+        Returns:
+            logits [B, T, V], or None with targets unless asked for; loss, the mean cross entropy in nats, a
+            float32 scalar (float64 in a float64 model), or None.
+
+        Raises:
+            TypeError: ids or targets of another dtype. ValueError: another shape, or T too long.
+        """
+        self._check(ids)
+        if targets is not None:
+            check_ids("targets", targets)
+            if targets.shape != ids.shape:
+                raise ValueError(
+                    f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: make them equal"
+                )
+        logits = self._logits(ids, None)
+        if targets is None:
+            return logits, None
+        exact = logits if logits.dtype == torch.float64 else logits.float()
+        loss = F.cross_entropy(exact.flatten(0, 1), targets.flatten().long())
+        return (logits if return_logits else None), loss
+
+    def decode(self, ids: Tensor, cache: Cache) -> Tensor:
+        """Logits [B, T, V] of ids [B, T] that follow what `cache` holds; the cache then holds them, too."""
+        self._check(ids, cache.length)
+        logits = self._logits(ids, cache)
+        cache.length += ids.shape[1]
+        return logits
+
+    def _check(self, ids: Tensor, held: int = 0) -> None:
+        check_ids("ids", ids)
+        length, limit = held + ids.shape[1], self.config.max_seq_len
+        if length > limit:
+            raise ValueError(
+                f"a row of {length} symbols is longer than max_seq_len={limit}: cut it, or build the model "
+                f"with Config(max_seq_len={length}) or more (weights do not depend on it)"
+            )
+
+    def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:
+        start = cache.length if cache is not None else 0
+        cos, sin = self.cos[start : start + ids.shape[1]], self.sin[start : start + ids.shape[1]]
+        x, residual = self.embed(ids.long()), None
+        for block in self.blocks:
+            x, residual = block(x, residual, cos, sin, cache)
+        x, _ = self.norm(x, residual)
+        logits = F.linear(x, self.embed.weight if self.head is None else self.head.weight)
+        if self.config.logit_cap:
+            logits = self.config.logit_cap * torch.tanh(logits / self.config.logit_cap)
+        return logits
+
+    def flops_per_token(self, length: int) -> int:
+        """Floating-point operations of forward and backward per symbol, in rows of `length` symbols.
+
+        6 per weight of a matrix product, and 6 * layers * d_model * length for causal attention.
+        """
+        products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        products += self.embed.weight.numel() if self.head is None else 0
+        return 6 * products + 6 * self.config.layers * self.config.d_model * length
+
+    def generate(self, prompt: Tensor, max_new: int, **sampling: Unpack[Sampling]) -> Tensor:
+        """prompt [B, T] continued by `max_new` sampled symbols: [B, T + max_new], int64.
+
+        Keywords and errors are those of `stream`.
+        """
+        new = [symbols[:, None] for symbols in self.stream(prompt, max_new, **sampling)]
+        return torch.cat([prompt.long(), *new], dim=1)
+
+    def stream(
+        self,
+        prompt: Tensor,
+        max_new: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Yields `max_new` times the next symbol of every row, [B] int64.
+
+        Args:
+            prompt: [B, T], T >= 1. Of a prompt longer than max_seq_len the end is used.
+            temperature: divides the logits; 0 takes the likeliest symbol.
+            top_k: only the k likeliest symbols; 0 means all.
+            top_p: only the likeliest symbols that together hold this probability.
+            seed: makes the draw repeatable; or give a `generator` of the model's device.
+
+        When the cache is full it is rebuilt from the last half of the window, so that text may grow past
+        max_seq_len. Raises TypeError or ValueError for a bad prompt or setting, before anything runs.
+        """
+        check_ids("prompt", prompt)
+        check_sampling(max_new, temperature, top_k, top_p)
+        if seed is not None:
+            if generator is not None:
+                raise ValueError("give seed or generator, not both")
+            generator = torch.Generator(prompt.device).manual_seed(seed)
+        return self._stream(prompt.long(), max_new, temperature, top_k, top_p, generator)
+
+    def _stream(
+        self,
+        seen: Tensor,
+        max_new: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        generator: torch.Generator | None,
+    ) -> Iterator[Tensor]:
+        limit = self.config.max_seq_len
+        seen = seen[:, -limit:]
+        fresh, cache = seen, Cache(self.config)
+        for _ in range(max_new):
+            if cache.length + fresh.shape[1] > limit:
+                fresh, cache = seen[:, -max(1, limit // 2) :], Cache(self.config)
+            with torch.no_grad():  # not around the yield, where it would switch the caller's gradients off
+                logits = self.decode(fresh, cache)[:, -1]
+                new = sample(logits, temperature, top_k, top_p, generator)
+            fresh = new[:, None]
+            seen = torch.cat([seen, fresh], dim=1)[:, -limit:]
+            yield new
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One symbol per row, [B] int64, drawn from softmax(logits [B, V] / temperature).
+
+    `top_k` keeps the k likeliest symbols, `top_p` then the fewest that hold that much probability (always
+    at least one; Holtzman et al. 2020). Temperature 0 takes the likeliest.
+    """
+    if temperature == 0.0:
+        return logits.argmax(dim=-1)
+    logits = logits.float() / temperature
+    if 0 < top_k < logits.shape[-1]:
+        least = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    if top_p < 1.0:
+        ordered, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
+        surplus = ordered.cumsum(dim=-1) - ordered >= top_p  # the mass before it already suffices
+        logits = logits.masked_fill(surplus.scatter(-1, order, surplus), -math.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+
+
+def check_ids(name: str, ids: Tensor) -> None:
+    """Raises unless `ids` is a non-empty [B, T] tensor of symbols."""
+    if ids.dtype not in (torch.uint8, torch.int32, torch.int64):
+        raise TypeError(f"{name} are {ids.dtype}, expected uint8, int32 or int64: call {name}.long()")
+    if ids.ndim != 2:
+        raise ValueError(f"{name} have shape {tuple(ids.shape)}, expected [B, T]; one row is {name}[None]")
+    if ids.numel() == 0:
+        raise ValueError(f"{name} are empty, shape {tuple(ids.shape)}: give at least one row of one symbol")
+
+
+def check_sampling(max_new: int, temperature: float, top_k: int, top_p: float) -> None:
+    """Raises ValueError for a setting that no sampling has."""
+    if max_new < 0:
+        raise ValueError(f"max_new={max_new} must not be negative")
+    if not 0.0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be 0 (the likeliest symbol) or a positive number")
+    if top_k < 0:
+        raise ValueError(f"top_k={top_k} must not be negative (0 means all symbols)")
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p={top_p} must be in (0, 1]")

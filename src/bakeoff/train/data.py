@@ -1,0 +1,288 @@
+"""Bytes as training data: any file, a folder of files, or the Python standard library's sources.
+
+`ByteCorpus` is the concatenation of files, memory-mapped on demand. `Batches` cuts it into rows. Which
+rows a step takes is a pure function of (seed, step): nothing has to be remembered to go on from a step,
+and any number of ranks sees the same global batch, each its slice.
+"""
+
+import mmap
+import os
+import stat
+import sysconfig
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bakeoff.errors import BakeoffError
+
+__all__ = [
+    "Batches",
+    "ByteCorpus",
+    "DataError",
+    "Prefetcher",
+    "held_out_rows",
+    "permute",
+    "split",
+    "stdlib_files",
+]
+
+Bytes = npt.NDArray[np.uint8]
+
+OPEN_MAPS = 256  # a mapped file holds a file descriptor, and 1024 of them is a usual limit
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class DataError(BakeoffError, ValueError):
+    """Data that are missing, empty, unreadable or too short; the message names the path and the fix."""
+
+
+class ByteCorpus:
+    """The bytes of `files`, one after the other, with nothing between them.
+
+    Files are mapped when first read and at most `OPEN_MAPS` stay mapped. Not for use by two threads at once.
+    """
+
+    def __init__(self, name: str, files: Sequence[Path]) -> None:
+        self.name = name
+        sizes = []
+        self.files = []
+        for file in files:
+            size = _readable_size(file)
+            if size:
+                self.files.append(file)
+                sizes.append(size)
+        if not self.files:
+            raise DataError(f"{name} holds no bytes: give data.path a file or folder with text in it")
+        self._ends = np.cumsum(np.array(sizes, dtype=np.int64))
+        self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @classmethod
+    def open(cls, path: str | Path) -> "ByteCorpus":
+        """The corpus at `path`: a file, a folder (regular files in sorted order, hidden ones skipped), or
+        "stdlib". Raises DataError."""
+        if str(path) == "stdlib":
+            return cls("the Python standard library", stdlib_files())
+        root = Path(path).expanduser()
+        try:
+            mode = root.stat().st_mode
+        except OSError as error:
+            raise DataError(
+                f"can't read {root}: {error.strerror}. Set data.path to a file or folder"
+            ) from None
+        if stat.S_ISDIR(mode):
+            return cls(str(root), _files_below(root))
+        if not stat.S_ISREG(mode):
+            raise DataError(f"{root} is neither a file nor a folder: set data.path to one")
+        return cls(str(root), [root])
+
+    def read(self, start: int, length: int) -> Bytes:
+        """`length` bytes from byte `start`, across files. Raises IndexError outside the corpus, DataError
+        when a file changed under the run."""
+        if start < 0 or length < 0 or start + length > len(self):
+            raise IndexError(f"bytes {start} to {start + length} are outside the {len(self)} of {self.name}")
+        out = np.empty(length, dtype=np.uint8)
+        index = int(np.searchsorted(self._ends, start, side="right"))
+        filled = 0
+        while filled < length:
+            begin = int(self._ends[index - 1]) if index else 0
+            offset = start + filled - begin
+            piece = min(length - filled, int(self._ends[index]) - begin - offset)
+            mapped = np.frombuffer(self._map(index), dtype=np.uint8, count=piece, offset=offset)
+            out[filled : filled + piece] = mapped
+            filled += piece
+            index += 1
+        return out
+
+    def _map(self, index: int) -> mmap.mmap:
+        found = self._maps.get(index)
+        if found is not None:
+            self._maps.move_to_end(index)
+            return found
+        file = self.files[index]
+        expected = int(self._ends[index]) - (int(self._ends[index - 1]) if index else 0)
+        try:
+            with file.open("rb") as handle:
+                size = os.fstat(handle.fileno()).st_size
+                if size < expected:
+                    raise DataError(
+                        f"{file} shrank from {expected} to {size} bytes during the run: restore it"
+                    )
+                found = mmap.mmap(handle.fileno(), expected, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise DataError(f"can't read {file} any more: {error.strerror}. Restore it and resume") from None
+        self._maps[index] = found
+        if len(self._maps) > OPEN_MAPS:
+            self._maps.popitem(last=False)
+        return found
+
+
+def stdlib_files() -> list[Path]:
+    """The Python standard library's ``.py`` files on this machine, in a fixed order, without its tests and
+    without installed packages. Raises DataError where only compiled files are installed."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [file for file in _files_below(root, _SKIPPED) if file.suffix == ".py"]
+    if not files:
+        raise DataError(f"no Python sources under {root}: set data.path to any file or folder of text")
+    return files
+
+
+def _files_below(root: Path, skipped: set[str] | frozenset[str] = frozenset()) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise DataError(f"can't list {error.filename}: {error.strerror}. Make it readable or move it away")
+
+    found = []
+    for folder, folders, names in os.walk(root, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(
+        (file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix()
+    )
+
+
+def _readable_size(file: Path) -> int:
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise DataError(f"can't read {file}: {error.strerror}. Make it readable or move it away") from None
+    if not os.access(file, os.R_OK):
+        raise DataError(f"can't read {file}: permission denied. Make it readable (chmod u+r) or move it away")
+    return size
+
+
+def split(corpus: ByteCorpus, holdout: float, seq_len: int) -> tuple[range, range]:
+    """(bytes to train on, held-out bytes): the held-out ones are one piece at the end, `holdout` of all, but
+    at least one row. Raises DataError when either part is shorter than the seq_len + 1 bytes of a row."""
+    row = seq_len + 1
+    total = len(corpus)
+    tail = max(int(total * holdout), row)
+    if total - tail < row:
+        raise DataError(
+            f"{corpus.name} holds {total} bytes; rows of {seq_len} bytes need at least {2 * row}, "
+            "half of them held out: give a longer data.path or a smaller train.seq_len"
+        )
+    return range(total - tail), range(total - tail, total)
+
+
+def held_out_rows(corpus: ByteCorpus, held_out: range, seq_len: int, rows: int) -> Tensor:
+    """At most `rows` rows [rows, seq_len + 1] uint8, spread evenly over `held_out`, without overlap."""
+    fit = len(held_out) // (seq_len + 1)
+    rows = min(rows, fit)
+    starts = [held_out.start + (i * fit // rows) * (seq_len + 1) for i in range(rows)]
+    return torch.from_numpy(np.stack([corpus.read(start, seq_len + 1) for start in starts]))
+
+
+class Batches:
+    """The training rows of every step.
+
+    The bytes are cut into windows of `seq_len`, at an offset of their own in every pass over the data
+    (epoch), and each pass takes every window once in a random order. Row r of step n is window number
+    n * batch_size + r of that endless order.
+    """
+
+    def __init__(
+        self,
+        corpus: ByteCorpus,
+        span: range,
+        *,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if batch_size % world_size:
+            raise DataError(
+                f"train.batch_size={batch_size} can't be shared by {world_size} ranks: make it a multiple"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in a world of {world_size}")
+        self.corpus, self.span, self.seq_len, self.seed = corpus, span, seq_len, seed
+        self.batch_size = batch_size
+        share = batch_size // world_size
+        self.rows = range(rank * share, (rank + 1) * share)
+        # One window less than fits leaves room for the epoch's offset; a row is seq_len + 1 bytes.
+        self.windows = max(1, (len(span) - 1) // seq_len - 1)
+
+    def starts(self, step: int) -> list[int]:
+        """The first byte of each of this rank's rows at `step`."""
+        numbers = [step * self.batch_size + row for row in self.rows]
+        return [self._start(*divmod(number, self.windows)) for number in numbers]
+
+    def _start(self, epoch: int, position: int) -> int:
+        slack = len(self.span) - 1 - self.windows * self.seq_len
+        offset = mix(self.seed, epoch, 0) % (min(slack, self.seq_len - 1) + 1)
+        window = permute(position, self.windows, mix(self.seed, epoch, 1))
+        return self.span.start + offset + window * self.seq_len
+
+    def batch(self, step: int) -> Tensor:
+        """[rows of this rank, seq_len + 1] uint8: inputs and, one further, targets."""
+        rows = [self.corpus.read(start, self.seq_len + 1) for start in self.starts(step)]
+        return torch.from_numpy(np.stack(rows))
+
+
+def mix(*words: int) -> int:
+    """A 64-bit hash of small integers (the SplitMix64 finaliser, chained; Steele et al. 2014)."""
+    state = 0
+    for word in words:
+        state = (state + word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state
+
+
+def permute(index: int, count: int, key: int) -> int:
+    """Where `index` lands in a random order of ``range(count)``, without writing the order down.
+
+    A four-round Feistel network over the next even power of two, walked until it lands inside.
+    """
+    half = max(1, (count - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            left, right = right, left ^ (mix(key, turn, right) & mask)
+        index = left << half | right
+        if index < count:
+            return index
+
+
+class Prefetcher:
+    """Reads the next step's rows in a thread while this step runs, into pinned memory for CUDA."""
+
+    def __init__(self, batches: Batches, device: torch.device) -> None:
+        self.batches, self.device = batches, device
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bakeoff-data")
+        self._next: tuple[int, Future[Tensor]] | None = None
+
+    def get(self, step: int) -> Tensor:
+        """`batches.batch(step)` on the device; starts reading the step after it."""
+        if self._next is not None and self._next[0] == step:
+            batch = self._next[1].result()
+        else:
+            batch = self._pool.submit(self._read, step).result()
+        self._next = (step + 1, self._pool.submit(self._read, step + 1))
+        return batch.to(self.device, non_blocking=True)
+
+    def _read(self, step: int) -> Tensor:
+        batch = self.batches.batch(step)
+        return batch.pin_memory() if self.device.type == "cuda" else batch
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)

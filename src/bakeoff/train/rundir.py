@@ -1,0 +1,84 @@
+"""The folder of a run: a new one, or one to go on in."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bakeoff.train import checkpoint
+from bakeoff.train.checkpoint import Checkpoint, CheckpointError
+from bakeoff.train.config import Config, ConfigError, Optim, to_toml, to_tree
+from bakeoff.train.metrics import log
+
+__all__ = ["open_run"]
+
+# A run that resumes with another value of these does not repeat the interrupted one's losses.
+_CURVE = {
+    "data": ("path", "holdout"),
+    "optim": Optim.__struct_fields__,
+    "train": ("steps", "batch_size", "seq_len", "accumulate", "seed", "precision"),
+}
+
+
+def open_run(config: Config) -> tuple[Path, Checkpoint | None]:
+    """The run's folder, made and holding config.toml, and the checkpoint to go on from, if any.
+
+    Raises ConfigError for a folder that can't be used, CheckpointError for a checkpoint that can't.
+    """
+    train = config.train
+    run_dir = Path(train.run_dir).expanduser() if train.run_dir else _fresh(config.recipe)
+    found = None
+    if train.resume == "never":
+        if checkpoint.steps(run_dir):
+            raise ConfigError(
+                f"{run_dir} already holds a run: give another train.run_dir, or train.resume=auto to go on"
+            )
+    elif train.resume == "auto":
+        found = checkpoint.latest(run_dir)
+    else:
+        source = Path(train.resume).expanduser()
+        found = checkpoint.latest(source)
+        if found is None:
+            raise CheckpointError(
+                f"train.resume={source} holds no checkpoint: give a run's folder, auto or never"
+            )
+    if found is not None:
+        _compare(config, found)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.toml").write_text(to_toml(config), "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"can't write to the run folder {run_dir} ({error.strerror}): set train.run_dir to a folder that "
+            "can be written"
+        ) from None
+    return run_dir, found
+
+
+def _fresh(recipe: str) -> Path:
+    name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidate, count = Path("runs", name), 1
+    while candidate.exists():
+        count += 1
+        candidate = Path("runs", f"{name}-{count}")
+    return candidate
+
+
+def _compare(config: Config, found: Checkpoint) -> None:
+    now, then = to_tree(config), to_tree(found.config)
+    changed = _changes(now["model"], then["model"], "model", list(now["model"]))
+    if changed:
+        raise CheckpointError(
+            f"{found.folder} holds another model ({', '.join(changed)}): set these back, or train in another "
+            "train.run_dir"
+        )
+    for section, keys in _CURVE.items():
+        changed += _changes(now[section], then[section], section, keys)
+    if changed:
+        log.warning("resuming with changed settings, so losses will differ: %s", ", ".join(changed))
+
+
+def _changes(now: dict[str, Any], then: dict[str, Any], section: str, keys: Sequence[str]) -> list[str]:
+    return [
+        f"{section}.{key}={now[key]!r}, was {then.get(key)!r}" for key in keys if now[key] != then.get(key)
+    ]

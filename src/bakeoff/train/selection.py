@@ -1,0 +1,68 @@
+"""Selection at the start of a run: tune if asked, then say what each op will run and keep the evidence."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from bakeoff import hardware
+from bakeoff.select import Explanation, Verdict, tune
+from bakeoff.select import table as tables
+from bakeoff.select.dispatch import choose
+from bakeoff.select.explain import rows_of
+from bakeoff.select.key import key
+from bakeoff.select.policy import current
+from bakeoff.select.tune import recording
+from bakeoff.train.config import Select
+from bakeoff.train.metrics import log
+
+__all__ = ["choices", "settle"]
+
+
+def settle(
+    step: Callable[[], object], settings: Select, run_dir: Path, announce: Callable[[str], None]
+) -> list[Explanation]:
+    """Tunes for what `step` calls, where the policy in force lets tables decide, and returns what each call
+    will run. The verdicts behind the choices are saved as ``run_dir/table.json``.
+
+    `step` runs once or twice and must leave the model as it was.
+    """
+    if settings.tune and current().policy in ("table", "tune"):
+        report = tune(step, settings.budget_s, announce=announce)
+        for name, reason in report.unsettled.items():
+            announce(f"not settled: {name}: {reason}")
+    with recording() as recorded:
+        step()
+    explanations = []
+    verdicts: dict[str, Verdict] = {}
+    device = "cpu"
+    for op, case in recorded.values():
+        device = case.device
+        choice = choose(op, case, current())
+        name = key(op, case, current().regime)
+        found = choice.found
+        if found is not None:
+            verdicts[name] = found.verdict
+        explanations.append(
+            Explanation(
+                op=op.name,
+                key=name,
+                choice=choice.candidate.name,
+                why=choice.why,
+                source=found.source if found else "no verdict for this key",
+                rows=rows_of(found.verdict, case.device, choice.candidate.name) if found else (),
+                warning=found.verdict.warning if found else "",
+            )
+        )
+    if verdicts:
+        try:
+            tables.write(run_dir / "table.json", tables.Table(hardware.facts(device), verdicts))
+        except OSError as error:
+            log.warning("can't keep the verdict table with the run (%s); training goes on", error.strerror)
+    return explanations
+
+
+def choices(explanations: list[Explanation]) -> dict[str, str]:
+    """``select/OP`` -> the candidate chosen, or all of them where an op's calls differ."""
+    by_op: dict[str, set[str]] = {}
+    for explanation in explanations:
+        by_op.setdefault(explanation.op, set()).add(explanation.choice)
+    return {f"select/{op}": ", ".join(sorted(names)) for op, names in by_op.items()}

@@ -1,0 +1,165 @@
+"""Checkpoints: whole or absent, newest first, and nothing unpickled."""
+
+import errno
+import json
+import logging
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bakeoff.models.llm_med import Config as ModelConfig
+from bakeoff.models.llm_med import LLMMed
+from bakeoff.train import checkpoint
+from bakeoff.train.checkpoint import CheckpointError, latest, load, load_run, save, steps
+from bakeoff.train.config import Config
+
+CONFIG = Config(model=ModelConfig(d_model=16, layers=1, heads=2, max_seq_len=8))
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {"step": step, "values": [torch.arange(step), 1.5, "text"]}
+
+
+def write(run: Path, step: int, keep: int = 9) -> nn.Module:
+    torch.manual_seed(step)
+    model = LLMMed(CONFIG.model)
+    save(run, model, CONFIG, state_at(step), keep=keep)
+    return model
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    model = write(tmp_path, 123)
+    folder = tmp_path / "checkpoints" / "step-00000123"
+    assert sorted(f.name for f in folder.iterdir()) == [
+        "config.toml",
+        "manifest.json",
+        "model.safetensors",
+        "state.pt",
+    ]
+    found = load(folder)
+    assert (found.step, found.config) == (123, CONFIG)
+    assert found.state["values"][1:] == [1.5, "text"]
+    assert torch.equal(found.state["values"][0], torch.arange(123))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found.weights[name], tensor)
+
+
+def test_a_trained_run_opens_by_run_or_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    newest = write(tmp_path, 2)
+    ids = torch.randint(256, (1, 8))
+    model, config = load_run(tmp_path)
+    assert config == CONFIG
+    assert not model.training
+    assert torch.equal(model(ids)[0], newest(ids)[0])
+    older, _ = load_run(tmp_path / "checkpoints" / "step-00000001")
+    assert not torch.equal(older(ids)[0], newest(ids)[0])
+    with pytest.raises(CheckpointError, match="holds no checkpoint: give the folder"):
+        load_run(tmp_path / "elsewhere")
+
+
+def test_the_last_are_kept_and_leftovers_go(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".partial-step-00000003" / "old").mkdir(parents=True)
+    for step in (1, 2, 3, 10):
+        write(tmp_path, step, keep=2)
+    assert [folder.name for folder in steps(tmp_path)] == ["step-00000003", "step-00000010"]
+    assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000010"]
+    again = write(tmp_path, 3, keep=2)
+    assert torch.equal(load(steps(tmp_path)[0]).weights["embed.weight"], again.state_dict()["embed.weight"])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "config.toml", "manifest.json"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "gone", "empty"])
+def test_a_torn_newest_falls_back_to_the_one_before(
+    name: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    file = steps(tmp_path)[-1] / name
+    data = file.read_bytes()
+    middle = len(data) // 2
+    damaged = {
+        "cut": data[:middle],
+        "flip": data[:middle] + bytes([data[middle] ^ 0x80]) + data[middle + 1 :],
+        "empty": b"",
+    }
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(damaged[damage])
+    with caplog.at_level(logging.WARNING, logger="bakeoff"):
+        found = latest(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    assert "step-00000002" in caplog.text
+    assert "falling back" in caplog.text
+
+
+def test_all_torn_is_an_error_and_none_is_none(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    write(tmp_path, 1)
+    (steps(tmp_path)[0] / "state.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no checkpoint of .* can be used: .*state.pt is torn"):
+        latest(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"select = 3\n", b"[model]\nd_model = 'x'\n", b"[train\n", b"\xff"])
+def test_a_configuration_of_another_version_is_refused(text: bytes, tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    folder = steps(tmp_path)[0]
+    (folder / "config.toml").write_bytes(text)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["config.toml"] = {"bytes": len(text), "crc32": zlib.crc32(text)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="was not written by this version of bakeoff"):
+        load(folder)
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("pwned"),)
+
+
+def test_a_hostile_state_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, 1)
+    folder = steps(tmp_path)[0]
+    torch.save(Hostile(), folder / "state.pt")
+    data = (folder / "state.pt").read_bytes()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["state.pt"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="was not written by this version of bakeoff"):
+        load(folder)
+    assert not Path("pwned").exists()
+    pickle.loads(pickle.dumps(Hostile()))  # the file would have been harmful
+    assert Path("pwned").exists()
+
+
+@pytest.mark.parametrize("fails_at", ["write", "fsync", "rename", "mkdir"])
+def test_a_full_or_read_only_disk_leaves_the_earlier_checkpoint(
+    fails_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if fails_at == "fsync":
+        monkeypatch.setattr(checkpoint.os, "fsync", refuse)
+    elif fails_at == "write":
+        monkeypatch.setattr(Path, "open", refuse)
+    else:
+        monkeypatch.setattr(Path, fails_at, refuse)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path, 2)
+    monkeypatch.undo()
+    assert [f.name for f in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.step == 1

@@ -1,0 +1,268 @@
+"""LLM-Med: shapes, positions, causality, the cache, sampling, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+
+from bakeoff.models import llm_med
+from bakeoff.models.llm_med import SIZES, Cache, Config, LLMMed, sample
+from bakeoff.ops.rotary import rotary
+
+SMALL = {"d_model": 32, "layers": 2, "heads": 4, "max_seq_len": 24}
+SHAPES = {
+    "plain": {},
+    "shared keys": {"kv_heads": 2},
+    "one key head": {"kv_heads": 1},
+    "own head": {"tie": False},
+    "capped": {"logit_cap": 5.0},
+}
+
+
+def perturbed(dtype: torch.dtype = torch.float64, **changes: object) -> LLMMed:
+    """A small model whose weights are far from their start, where residual branches hardly matter."""
+    torch.manual_seed(0)
+    model = LLMMed(Config(**{**SMALL, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+def test_shapes_and_loss(changes: dict[str, object]) -> None:
+    model = perturbed(torch.float32, **changes)
+    ids = torch.randint(256, (3, 11))
+    logits, none = model(ids)
+    assert logits.shape == (3, 11, 256)
+    assert none is None
+    hidden, loss = model(ids, ids.roll(-1, 1))
+    assert hidden is None
+    assert loss.dtype == torch.float32
+    expected = -logits.log_softmax(-1).gather(-1, ids.roll(-1, 1)[..., None]).mean()
+    torch.testing.assert_close(loss, expected)
+    again, same = model(ids, ids.roll(-1, 1), return_logits=True)
+    torch.testing.assert_close(again, logits, rtol=0, atol=0)
+    assert same == loss
+
+
+def test_untrained_loss_is_that_of_a_blind_guess() -> None:
+    model = LLMMed(Config.sizes("tiny"))
+    _, loss = model(torch.randint(256, (4, 64)), torch.randint(256, (4, 64)))
+    assert loss.item() == pytest.approx(math.log(256), abs=0.15)
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+def test_the_past_can_not_see_the_future(changes: dict[str, object]) -> None:
+    model = perturbed(torch.float32, **changes)
+    ids = torch.randint(256, (2, 20))
+    before, _ = model(ids)
+    for cut in (1, 7, 19):
+        edited = ids.clone()
+        edited[:, cut:] = (edited[:, cut:] + 1 + torch.arange(20 - cut)) % 256
+        after, _ = model(edited)
+        assert torch.equal(after[:, :cut], before[:, :cut])
+        assert not torch.equal(after[:, cut:], before[:, cut:])
+
+
+def test_positions_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permuting the past changes the last logit. One layer: in two, the causal mask alone tells order."""
+    model = perturbed(layers=1)
+    ids = torch.randint(256, (1, 12))
+    order = torch.cat([torch.randperm(11).roll(1), torch.tensor([11])])
+    assert not torch.equal(order[:-1], torch.arange(11))
+
+    def change() -> float:
+        return (model(ids)[0][:, -1] - model(ids[:, order])[0][:, -1]).abs().max().item()
+
+    assert change() > 1e-3
+
+    def by_head(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        turned = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+
+    monkeypatch.setattr(llm_med, "rotary", by_head)  # the published mistake: the angle is the head's index
+    assert change() < 1e-12
+
+
+@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("pieces", [[24], [1] * 24, [7, 5, 1, 1, 10], [1, 23]])
+def test_decoding_in_pieces_equals_one_pass(changes: dict[str, object], pieces: list[int]) -> None:
+    model = perturbed(**changes)
+    ids = torch.randint(256, (2, 24))
+    cache = Cache(model.config)
+    parts = [model.decode(piece, cache) for piece in ids.split(pieces, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids)[0], rtol=0, atol=1e-12)
+    assert cache.length == 24
+    with pytest.raises(ValueError, match="max_seq_len=24"):
+        model.decode(ids[:, :1], cache)
+
+
+def test_generate_follows_the_likeliest_symbols_of_the_full_pass() -> None:
+    model = perturbed()
+    prompt = torch.randint(256, (2, 5), dtype=torch.uint8)
+    text = model.generate(prompt, 10, temperature=0.0)
+    assert text.shape == (2, 15)
+    assert torch.equal(text[:, :5], prompt.long())
+    logits, _ = model(text[:, :-1])
+    assert torch.equal(logits[:, 4:].argmax(-1), text[:, 5:])
+
+
+def test_generate_past_the_window_reads_the_last_half() -> None:
+    model = perturbed()
+    text = model.generate(torch.randint(256, (1, 20)), 40, temperature=0.0)
+    assert text.shape == (1, 60)
+    # Symbol 24 is drawn from a full window; the next from the last 12, which grow to 24 again, and so on.
+    for start, end in ((0, 24), (13, 25), (13, 30), (13, 37), (26, 38), (26, 50)):
+        expected = model(text[:, start:end])[0][:, -1].argmax(-1)
+        assert torch.equal(text[:, end], expected)
+    long = model.generate(torch.randint(256, (1, 50)), 3, temperature=0.0)
+    assert torch.equal(long[:, 50], model(long[:, 26:50])[0][:, -1].argmax(-1))
+
+
+def test_streaming_is_repeatable_and_leaves_the_model_alone() -> None:
+    model = perturbed(torch.float32, dropout=0.5).train()
+    prompt = torch.randint(256, (2, 3))
+    whole = model.generate(prompt, 6, seed=7)
+    pieces = list(model.stream(prompt, 6, generator=torch.Generator().manual_seed(7)))
+    assert torch.equal(whole[:, 3:], torch.stack(pieces, 1))
+    assert not torch.equal(whole, model.generate(prompt, 6, seed=8))
+    assert model.training
+    assert model.generate(prompt, 0).shape == (2, 3)
+    next(model.stream(prompt, 2))
+    assert torch.is_grad_enabled()
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    model = perturbed(torch.float32, dropout=0.5)
+    ids = torch.randint(256, (2, 8))
+    assert not torch.equal(model.train()(ids)[0], model(ids)[0])
+    assert torch.equal(model.eval()(ids)[0], model(ids)[0])
+
+
+def test_sampling_keeps_only_what_it_is_told_to() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]]).repeat(4000, 1)
+    generator = torch.Generator().manual_seed(0)
+    assert sample(logits, 0.0).unique().tolist() == [0]
+    assert sample(logits, 1.0, 2, generator=generator).unique().tolist() == [0, 1]
+    # Probabilities are 0.64, 0.24, 0.09, 0.03: the first two reach 0.8, the first alone 0.5.
+    assert sample(logits, 1.0, 0, 0.8, generator).unique().tolist() == [0, 1]
+    assert sample(logits, 1.0, 0, 0.5, generator).unique().tolist() == [0]
+    drawn = sample(logits, 1.0, generator=generator)
+    shares = torch.bincount(drawn, minlength=4) / 4000
+    torch.testing.assert_close(shares, logits[0].softmax(-1), rtol=0, atol=0.03)
+    hot = torch.bincount(sample(logits, 100.0, generator=generator), minlength=4) / 4000
+    assert hot.min() > 0.2
+
+
+def test_state_dict_round_trip_and_tied_head() -> None:
+    model, other = perturbed(torch.float32), LLMMed(Config(**SMALL))
+    assert "head.weight" not in model.state_dict()
+    assert not any(name in ("cos", "sin") for name in model.state_dict())
+    other.load_state_dict(model.state_dict())
+    ids = torch.randint(256, (1, 9))
+    assert torch.equal(other(ids)[0], model(ids)[0])
+    untied = perturbed(torch.float32, tie=False)
+    assert "head.weight" in untied.state_dict()
+
+
+def test_every_parameter_learns() -> None:
+    model = perturbed(kv_heads=2, tie=False)
+    ids = torch.randint(256, (2, 12))
+    model(ids, ids.roll(-1, 1))[1].backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_bf16_autocast_is_near_float32() -> None:
+    model = perturbed(torch.float32)
+    ids = torch.randint(256, (2, 16))
+    exact = model(ids, ids.roll(-1, 1))[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, loss = model(ids, ids.roll(-1, 1))
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, exact, rtol=0.02, atol=0.0)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_compiles_as_one_graph() -> None:
+    """Traced and differentiated by torch.compile, with no code generator, which the CPU may lack."""
+    model = perturbed(torch.float32)
+    ids = torch.randint(256, (2, 16))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss = compiled(ids, ids.roll(-1, 1))[1]
+    loss.backward()
+    torch.testing.assert_close(loss, model(ids, ids.roll(-1, 1))[1])
+    assert model.embed.weight.grad is not None
+    shorter = torch.randint(256, (2, 9))
+    torch.testing.assert_close(compiled(shorter)[0], model(shorter)[0])
+
+
+def test_flops_of_a_hand_counted_model() -> None:
+    model = LLMMed(Config(d_model=8, layers=1, heads=2, kv_heads=1, d_ff=16, max_seq_len=4))
+    weights = 8 * (2 + 1 + 1) * 4 + 8 * 8 + 8 * 32 + 16 * 8 + 256 * 8
+    assert model.flops_per_token(4) == 6 * weights + 6 * 8 * 4
+
+
+def test_sizes() -> None:
+    assert set(SIZES) == {"tiny", "small", "base"}
+    small = Config.sizes("small")
+    assert (small.d_model, small.layers, small.heads, small.head_dim) == (384, 6, 8, 48)
+    assert Config.sizes("tiny", kv_heads=2).n_kv_heads == 2
+    with pytest.raises(ValueError, match="there are tiny, small, base"):
+        Config.sizes("huge")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": 100, "heads": 8}, "d_model=112 is"),
+        ({"kv_heads": 3}, "kv_heads=3 must divide heads=4"),
+        ({"layers": 0}, "layers=0 must be at least 1"),
+        ({"d_ff": -1}, "d_ff=-1"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"logit_cap": -1.0}, "logit_cap=-1.0"),
+    ],
+)
+def test_contradictory_configurations_name_the_fix(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(**{**SMALL, **changes})
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (torch.zeros(2, 3), TypeError, r"ids are torch.float32.*call ids.long\(\)"),
+        (torch.zeros(2, 3, dtype=torch.bool), TypeError, "torch.bool"),
+        (torch.zeros(5, dtype=torch.long), ValueError, r"expected \[B, T\]; one row is ids\[None\]"),
+        (torch.zeros(1, 0, dtype=torch.long), ValueError, "are empty"),
+        (torch.zeros(0, 4, dtype=torch.long), ValueError, "are empty"),
+        (torch.zeros(1, 25, dtype=torch.long), ValueError, r"25 symbols.*Config\(max_seq_len=25\)"),
+    ],
+)
+def test_bad_ids_name_the_fix(ids: torch.Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        LLMMed(Config(**SMALL))(ids)
+
+
+def test_bad_targets_and_sampling_settings_name_the_fix() -> None:
+    model = LLMMed(Config(**SMALL))
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"targets have shape \(1, 3\), ids \(1, 4\)"):
+        model(ids, ids[:, 1:])
+    with pytest.raises(TypeError, match="targets are torch"):
+        model(ids, ids.float())
+    bad = [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}]
+    for setting in bad:
+        with pytest.raises(ValueError, match=next(iter(setting))):
+            model.stream(ids, 1, **setting)  # refused at the call, before anything is drawn
+    with pytest.raises(ValueError, match="max_new=-1"):
+        model.stream(ids, -1)
+    with pytest.raises(ValueError, match="not both"):
+        model.stream(ids, 1, seed=1, generator=torch.Generator())
+    with pytest.raises(ValueError, match="prompt are empty"):
+        model.generate(ids[:, :0], 1)

@@ -1,0 +1,388 @@
+"""The training loop: it learns, stops, resumes bit for bit, and survives what a disk or a user does to it."""
+
+import errno
+import io
+import logging
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bakeoff.errors import PolicyError, Unsupported
+from bakeoff.models.llm_med import Config as ModelConfig
+from bakeoff.train import (
+    ConfigError,
+    DataError,
+    TrainError,
+    checkpoint,
+    load_run,
+    loop,
+    resolve,
+    selection,
+    train,
+)
+from bakeoff.train.checkpoint import CheckpointError, latest
+from bakeoff.train.config import Config, Metrics, Optim, Select, Train, to_toml
+from bakeoff.train.config import Data as DataConfig
+from bakeoff.train.metrics import read_metrics
+from bakeoff.train.step import Stepper
+
+TEXT = "".join(f"line {n}: the quick brown fox jumps over {n % 7} lazy dogs\n" for n in range(400))
+QUIET = Console(file=io.StringIO())
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Config:
+    """A run of a second: 12 steps of a tiny model with dropout on a short text."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    return Config(
+        recipe="test",
+        model=ModelConfig(d_model=32, layers=2, heads=2, max_seq_len=32, dropout=0.1),
+        data=DataConfig(path=str(tmp_path / "text.txt")),
+        optim=Optim(lr=3e-3, warmup=0.1),
+        train=Train(
+            steps=12,
+            batch_size=8,
+            accumulate=2,
+            log_every=3,
+            eval_rows=8,
+            checkpoint_every=4,
+            device="cpu",
+            run_dir=str(tmp_path / "run"),
+        ),
+        select=Select(tune=False),
+        metrics=Metrics(console=False),
+    )
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Raises a signal in the middle of a step."""
+
+    def arrange(step: int, number: signal.Signals) -> None:
+        made = 0
+
+        class Interrupted(Stepper):
+            def _backward(self, part: torch.Tensor) -> torch.Tensor:
+                nonlocal made
+                made += 1
+                if made == 2 * step:  # two parts a step
+                    signal.raise_signal(number)
+                return super()._backward(part)
+
+            def rehearse(self, rows: torch.Tensor) -> None:
+                nonlocal made
+                super().rehearse(rows)
+                made = 0
+
+        monkeypatch.setattr(loop, "Stepper", Interrupted)
+
+    return arrange
+
+
+def rows(config: Config, event: str = "train") -> list[dict[str, Any]]:
+    return [row for row in read_metrics(Path(config.train.run_dir, "metrics.jsonl")) if row["event"] == event]
+
+
+def curve(config: Config) -> list[tuple[Any, ...]]:
+    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows(config)]
+
+
+def test_it_learns_and_leaves_everything_behind(base: Config) -> None:
+    config = resolve(
+        base, None, ["train.steps=60", "train.eval_every=20", "optim.lr=1e-2", "model.dropout=0"]
+    )
+    result = train(config, console=QUIET)
+    assert result.bits_per_byte_before == pytest.approx(8.0, abs=0.3)
+    assert result.bits_per_byte_after < 4.0
+    assert (result.steps, result.stopped, result.skipped) == (60, "steps", 0)
+    assert result.tokens_per_s > 0
+    assert resolve(Config(), result.run_dir / "config.toml") == config
+    model, saved = load_run(result.run_dir)
+    assert saved == config
+    again = Stepper(model, config, torch.device("cpu"))
+    assert result.checkpoint == result.run_dir / "checkpoints" / "step-00000060"
+
+    (start,) = rows(config, "start")
+    assert start["select/rms_norm"] == "eager"
+    assert start["select/rotary"] == "eager"
+    assert {e.op for e in result.selection} == {"rms_norm", "rotary"}
+    held = [(row["step"], row["held_out_bits_per_byte"]) for row in rows(config, "eval")]
+    assert [step for step, _ in held] == [0, 20, 40, 60]
+    assert held[-1][1] == result.bits_per_byte_after
+    assert [row["step"] for row in rows(config)] == list(range(3, 61, 3))
+    for row in rows(config):
+        assert row["bits_per_byte"] == pytest.approx(row["loss"] * 1.442695)
+        assert row["tokens_per_s"] > 0
+        assert row["peak_bytes"] > 0
+        assert 0 <= row["data_wait_s"] < row["seconds"]
+        assert row["share_of_peak"] > 0
+    assert again.bits_per_byte(torch.randint(256, (2, 33), dtype=torch.uint8)) > 8  # noise stays noise
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    number: signal.Signals, base: Config, stop_after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = resolve(base, None, [f"train.run_dir={tmp_path / 'whole'}"])
+    train(whole, console=QUIET)
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    stop_after(5, number)
+    out = io.StringIO()
+    talking = resolve(base, None, ["metrics.console=true"])
+    first = train(talking, console=Console(file=out, width=200))
+    assert (first.steps, first.stopped) == (5, number.name)  # the step in hand was finished
+    assert f"{number.name}: stopped after step 5, saved {first.checkpoint}" in out.getvalue()
+    assert f"go on with train.run_dir={base.train.run_dir}" in out.getvalue()
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    monkeypatch.undo()
+    torch.manual_seed(999)  # whatever else the new process did
+    second = train(base, console=QUIET)
+    assert (second.steps, second.stopped) == (12, "steps")
+    assert second.bits_per_byte_before == first.bits_per_byte_before
+    assert curve(base) == curve(whole)
+    ends = [latest(config.train.run_dir) for config in (base, whole)]
+    for name, tensor in ends[0].weights.items():
+        assert torch.equal(tensor, ends[1].weights[name]), name
+
+
+def test_a_killed_run_repeats_what_it_lost(base: Config, tmp_path: Path) -> None:
+    whole = resolve(base, None, [f"train.run_dir={tmp_path / 'whole'}"])
+    train(whole, console=QUIET)
+    program = """
+        import os, signal, sys
+        from bakeoff.train import loop, resolve, train
+        from bakeoff.train.config import Config
+        class Killed(loop.Stepper):
+            def __call__(self, rows, lr):
+                super().__call__(rows, lr)
+                self.made = getattr(self, "made", 0) + 1
+                if self.made == 10:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        loop.Stepper = Killed
+        train(resolve(Config(), sys.argv[1]))
+    """
+    (tmp_path / "given.toml").write_text(to_toml(base))
+    threads = f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
+    done = subprocess.run(
+        [sys.executable, "-c", threads + textwrap.dedent(program), str(tmp_path / "given.toml")], timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert [row["step"] for row in rows(base)] == [3, 6, 9]
+    found = latest(base.train.run_dir)
+    assert found is not None
+    assert found.step == 8  # two steps are lost, not more
+    train(base, console=QUIET)
+    assert curve(base) == curve(whole)
+
+
+def test_a_finished_run_is_left_as_it_is(base: Config) -> None:
+    first = train(base, console=QUIET)
+    again = train(base, console=QUIET)
+    assert (again.steps, again.stopped, again.tokens_per_s) == (12, "steps", 0.0)
+    assert again.bits_per_byte_after == first.bits_per_byte_after
+    longer = train(resolve(base, None, ["train.steps=15"]), console=QUIET)
+    assert longer.steps == 15
+
+
+def test_time_limit_and_its_schedule(base: Config) -> None:
+    ticks = iter(range(10**6))
+    config = resolve(
+        base, None, ["train.steps=0", "train.max_seconds=200", "train.log_every=1", "optim.warmup=0"]
+    )
+    result = train(config, console=QUIET, clock=lambda: float(next(ticks)))
+    assert result.stopped == "time"
+    assert 5 < result.steps < 200
+    rates = [row["lr"] for row in rows(config)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[0] > 0.9 * config.optim.lr
+    assert rates[-1] < 0.2 * config.optim.lr
+    before = result.steps
+    again = train(config, console=QUIET, clock=lambda: float(next(ticks)))
+    assert (again.steps, again.stopped) == (before, "time")  # the time of earlier parts counts
+
+
+def test_a_checkpoint_that_fails_is_a_warning_until_the_end(
+    base: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = checkpoint.save
+    attempts: list[int] = []
+
+    def full(run_dir: Path, model: Any, config: Config, state: dict[str, Any], *, keep: int) -> Path:
+        attempts.append(state["step"])
+        if state["step"] == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return saved(run_dir, model, config, state, keep=keep)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with caplog.at_level(logging.WARNING, logger="bakeoff"):
+        result = train(base, console=QUIET)
+    assert attempts == [4, 8, 12]
+    assert result.steps == 12
+    assert "can't save step 4" in caplog.text
+    assert "No space left on device" in caplog.text
+
+    def never(*args: object, **kwargs: object) -> Path:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(checkpoint, "save", never)
+    with pytest.raises(TrainError, match=r"can't save step 15 .*Read-only file system.*Free space"):
+        train(resolve(base, None, ["train.steps=15"]), console=QUIET)
+
+
+def test_a_full_disk_for_metrics_warns_once(
+    base: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path(base.train.run_dir).mkdir()
+    Path(base.train.run_dir, "metrics.jsonl").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING, logger="bakeoff"):
+        result = train(base, console=QUIET)
+    assert result.steps == 12
+    assert sum("No space left" in message for message in caplog.messages) == 1
+
+
+def test_a_run_folder_that_can_not_be_written_is_refused_first(base: Config, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"can't write to the run folder .*set train.run_dir"):
+        train(resolve(base, None, [f"train.run_dir={tmp_path / 'file' / 'run'}"]), console=QUIET)
+
+
+def test_resuming_refuses_what_does_not_fit(
+    base: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(resolve(base, None, ["train.steps=4"]), console=QUIET)
+    with pytest.raises(ConfigError, match="already holds a run: give another"):
+        train(resolve(base, None, ["train.resume=never"]), console=QUIET)
+    with pytest.raises(CheckpointError, match=r"holds another model \(model.d_model=64, was 32\)"):
+        train(resolve(base, None, ["model.d_model=64"]), console=QUIET)
+    with pytest.raises(CheckpointError, match="holds no checkpoint: give a run's folder"):
+        train(resolve(base, None, [f"train.resume={tmp_path / 'none'}"]), console=QUIET)
+    elsewhere = resolve(base, None, [f"train.resume={base.train.run_dir}", f"train.run_dir={tmp_path / 'b'}"])
+    with caplog.at_level(logging.WARNING, logger="bakeoff"):
+        result = train(resolve(elsewhere, None, ["optim.lr=1e-4", "train.steps=6"]), console=QUIET)
+    assert result.steps == 6
+    assert "optim.lr=0.0001, was 0.003" in caplog.text
+    assert latest(base.train.run_dir).step == 4  # the run it came from is untouched
+
+
+def test_out_of_memory_names_the_fix(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def starve(self: Stepper, rows: torch.Tensor, lr: float) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(Stepper, "__call__", starve)
+    with pytest.raises(TrainError, match=r"train.batch_size=8.*set train.accumulate=4 .*Tried to allocate"):
+        train(base, console=QUIET)
+
+
+def test_other_errors_keep_their_own_words(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Stepper, rows: torch.Tensor, lr: float) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(Stepper, "__call__", fail)
+    with pytest.raises(RuntimeError, match=r"^something else$"):
+        train(base, console=QUIET)
+
+
+def test_a_gradient_that_stays_not_finite_ends_the_run(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_HOPELESS", 6)
+    make = loop.LLMMed
+
+    def poisoned(config: ModelConfig) -> torch.nn.Module:
+        model = make(config)
+        model.embed.weight.register_hook(lambda grad: grad * float("nan"))
+        return model
+
+    monkeypatch.setattr(loop, "LLMMed", poisoned)
+    with pytest.raises(TrainError, match=r"not been finite for 6 steps, at step 6: lower optim.lr"):
+        train(base, console=QUIET)
+    (first, second) = rows(base)
+    assert (first["skipped"], first["loss"]) == (3, None)
+    assert second["skipped"] == 6
+
+
+def test_selection_is_what_the_configuration_says(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unsupported, match="runs on CUDA"):
+        train(resolve(base, None, ["select.rms_norm=triton"]), console=QUIET)
+    with pytest.raises(Unsupported, match="has no candidate 'tritno'"):
+        train(resolve(base, None, ["select.rms_norm=tritno"]), console=QUIET)
+    with pytest.raises(PolicyError, match="there is no policy 'tabel'"):
+        train(resolve(base, None, ["select.policy=tabel"]), console=QUIET)
+    budgets: list[float] = []
+
+    def fake(step: Any, budget_s: float, *, announce: Any) -> Any:
+        budgets.append(budget_s)
+        step()
+        return SimpleNamespace(unsettled={})
+
+    monkeypatch.setattr(selection, "tune", fake)
+    short = resolve(
+        base, None, ["train.steps=1", "select.tune=true", "select.budget_s=7", "train.resume=auto"]
+    )
+    train(short, console=QUIET)
+    assert budgets == [7.0]
+    for policy in ("off", "heuristic"):
+        result = train(resolve(short, None, [f"select.policy={policy}"]), console=QUIET)
+        assert all(e.choice == "eager" for e in result.selection)
+    assert budgets == [7.0]
+
+
+def test_tuning_changes_no_loss(base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(step: Any, budget_s: float, *, announce: Any) -> Any:
+        torch.randn(3)  # contests draw inputs
+        step()
+        return SimpleNamespace(unsettled={})
+
+    monkeypatch.setattr(selection, "tune", fake)
+    train(base, console=QUIET)
+    tuned = resolve(base, None, ["select.tune=true", f"train.run_dir={tmp_path / 'tuned'}"])
+    train(tuned, console=QUIET)
+    assert curve(tuned) == curve(base)
+
+
+class Syncs(TorchDispatchMode):
+    """Counts reads of a tensor's value by the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_never_reads_a_value_on_the_host(base: Config) -> None:
+    stepper = Stepper(loop.LLMMed(base.model), base, torch.device("cpu"))
+    batch = torch.randint(256, (8, 33), dtype=torch.uint8)
+    with Syncs() as syncs:
+        for _ in range(3):
+            stepper(batch, 1e-3)
+        assert syncs.count == 0
+        stepper.window.sum().item()
+        assert syncs.count == 1
+
+
+def test_bad_devices_and_data_are_refused_first(base: Config, tmp_path: Path) -> None:
+    for name in ("gpu0", "mps", f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises(ConfigError, match=r"train.device=.*use auto"):
+            train(resolve(base, None, [f"train.device={name}"]), console=QUIET)
+    with pytest.raises(DataError, match="none: No such file"):
+        train(resolve(base, None, [f"data.path={tmp_path / 'none'}"]), console=QUIET)
+    assert not Path(base.train.run_dir).exists()
+
+
+def test_a_run_folder_is_named_after_recipe_and_time(
+    base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = resolve(base, None, ["train.run_dir=", "train.steps=1"])
+    results = [train(config, console=QUIET) for _ in range(2)]
+    assert len({result.run_dir for result in results}) == 2
+    assert all(str(result.run_dir).startswith("runs/test-") for result in results)
