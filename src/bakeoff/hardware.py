@@ -108,8 +108,8 @@ def limit_us(bytes_: int, flops: int, device: str) -> float:
 
 
 def pulse(device: str) -> float:
-    """Seconds of a small fixed piece of work, to see clocks drift or somebody else arrive; 0 on the CPU, whose
-    load the spread of the times shows."""
+    """Seconds of a small fixed piece of work, to see clocks drift or somebody else arrive; 0 on the CPU,
+    whose load the spread of the times shows."""
     if not device.startswith("cuda"):
         return 0.0
     x = torch.ones(2**25, device=device)

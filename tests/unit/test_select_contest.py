@@ -27,7 +27,12 @@ def timed(build: Callable[[zoo.FakeTime], Op], *regimes: str) -> list[Verdict]:
         "graph": HostTimer("cpu", lambda: time.device),
     }
     return contest(
-        build(time), zoo.case(grad=False), regimes or ("eager",), timers=timers, clock=lambda: time.host, budget_s=1.0
+        build(time),
+        zoo.case(grad=False),
+        regimes or ("eager",),
+        timers=timers,
+        clock=lambda: time.host,
+        budget_s=1.0,
     )
 
 
@@ -204,5 +209,7 @@ def test_a_candidate_defined_in_a_script_has_a_hash(monkeypatch: pytest.MonkeyPa
     def call(*_: object) -> None: ...
 
     call.__module__ = "__main__"
-    monkeypatch.setattr("sys.modules", {**__import__("sys").modules, "__main__": type("M", (), {"__spec__": None})})
+    monkeypatch.setattr(
+        "sys.modules", {**__import__("sys").modules, "__main__": type("M", (), {"__spec__": None})}
+    )
     assert len(Candidate("a", call).source_hash) == 12

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -210,9 +211,13 @@ def _must_not(*_: Any) -> None:
 def test_impl_runs_that_candidate_or_raises_every_reason(op: Op) -> None:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8)
     assert who(op(x, w, None, impl="two").detach(), x.detach(), w) == "two"
-    with pytest.raises(Unsupported, match="zoo_counting has no candidate 'tow'; it has eager, one, two, opaque"):
+    with pytest.raises(
+        Unsupported, match="zoo_counting has no candidate 'tow'; it has eager, one, two, opaque"
+    ):
         op(x, w, None, impl="tow")
-    picky = zoo.with_candidates(op, noting("picky", supports=lambda case: "odd", has_backward=False, requires=()))
+    picky = zoo.with_candidates(
+        op, noting("picky", supports=lambda case: "odd", has_backward=False, requires=())
+    )
     with pytest.raises(Unsupported, match=r"'picky' can't take this case: has no backward; odd"):
         picky(x, w, None, impl="picky")
     absent = zoo.with_candidates(op, zoo.WRONG["absent"][0])
@@ -227,7 +232,9 @@ def test_an_argument_of_the_wrong_kind_is_named(op: Op, bad: object) -> None:
 
 
 def test_mixed_devices_are_named_with_the_fix(op: Op) -> None:
-    with pytest.raises(ValueError, match=r"must be on one device, got x on cpu, w on meta; move them with .to"):
+    with pytest.raises(
+        ValueError, match=r"must be on one device, got x on cpu, w on meta; move them with .to"
+    ):
         op(torch.randn(4, 8), torch.empty(8, device="meta"), None)
 
 
@@ -244,7 +251,9 @@ def test_a_wrapper_tensor_runs_on_plain_pytorch(op: Op) -> None:
 
 def test_a_winner_that_cannot_take_this_very_case_gives_way_to_the_next(op: Op) -> None:
     learn(op, "two")
-    absent = zoo.with_candidates(op, Candidate("one", one), Candidate("two", two, supports=lambda case: "not today"))
+    absent = zoo.with_candidates(
+        op, Candidate("one", one), Candidate("two", two, supports=lambda case: "not today")
+    )
     x, w = torch.randn(4, 8), torch.randn(8)
     with zoo.registered(absent):
         learn(absent, "two")
@@ -266,7 +275,19 @@ def test_no_contest_inside_backward(op: Op, monkeypatch: pytest.MonkeyPatch) -> 
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     with using("tune"):
         checkpoint(lambda a, b: op(a, b, None), x, w, use_reentrant=True).sum().backward()
-    assert held == [key(op, zoo.case(4, 8, grad=False), "eager")], "recomputation met a new key, with gradients"
+    assert held == [key(op, zoo.case(4, 8, grad=False), "eager")], (
+        "recomputation met a new key, with gradients"
+    )
+
+
+def test_no_contest_while_a_cuda_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = msgspec.structs.replace(zoo.case(), device="cuda:0")
+    for capturing in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)  # noqa: B023
+        assert dispatch_module._may_tune(case, "eager") is not capturing
+    assert "a CUDA graph is being captured" in caplog.text
 
 
 # ------------------------------------------------------------------------------ under torch.compile
@@ -322,7 +343,7 @@ def test_impl_and_overrides_hold_under_compile(op: Op) -> None:
 def test_what_cannot_be_traced_says_so(op: Op) -> None:
     x, w = torch.randn(4, 8), torch.randn(8)
     run = torch.compile(lambda x, w: op(x, w, None, impl="opaque"), fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="can't be traced by torch.compile"):
+    with pytest.raises(Exception, match=r"can't be traced by torch.compile"):
         run(x, w)
 
 

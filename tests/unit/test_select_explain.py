@@ -1,4 +1,4 @@
-"""Explain: the choice, why, every time, error, share of the limit and rejection, and where the row came from."""
+"""Explain: the choice, why, each time, error, share of the limit and rejection, and the row's source."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +68,14 @@ def test_with_a_verdict_it_gives_everything(op: Op) -> None:
     assert rows["wrong_dw"].us is None
     assert rows["wrong_dw"].why.startswith("gradient of w is wrong")
     text = str(found)
-    for part in (found.key, "choice:", "source: measured now", "of limit", "gradient of w is wrong", "not installed"):
+    for part in (
+        found.key,
+        "choice:",
+        "source: measured now",
+        "of limit",
+        "gradient of w is wrong",
+        "not installed",
+    ):
         assert part in text
     policy.store.fresh.clear()
     policy.store.loaded.clear()
@@ -92,6 +99,7 @@ def test_it_neither_runs_nor_tunes(op: Op, monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("an explanation held a contest")
 
     monkeypatch.setattr(dispatch, "settle", must_not)
+    toys.ran.clear()
     with using("tune"):
         assert explain(op, *ARGS).choice == "eager"
     assert explain(zoo.op(zoo.GOOD, incumbent=toys.noting("eager")), *ARGS).choice == "eager"

@@ -1,4 +1,4 @@
-"""Measurement by a fake clock: what is timed, in which order, when it stops, and what a lucky start is worth."""
+"""Measurement by a fake clock: what is timed, in which order, until when; what a lucky start is worth."""
 
 import itertools
 
@@ -104,7 +104,9 @@ def test_a_hopeless_contestant_is_sampled_no_further() -> None:
         count[0] += 1
         return clock.taking(1.0)
 
-    timings = interleave({"a": lambda: clock.taking(0.1), "b": lambda: clock.taking(0.1), "c": slow}, 100.0, clock)
+    timings = interleave(
+        {"a": lambda: clock.taking(0.1), "b": lambda: clock.taking(0.1), "c": slow}, 100.0, clock
+    )
     assert count[0] == 3
     assert timings["c"].us == pytest.approx(1e6)
 
@@ -210,7 +212,9 @@ def test_a_winner_beats_the_incumbent_beyond_margin_and_noise(times: list[tuple[
     assert best is not None
     if winner != "c0":
         assert base.us / best.us > 1 + max(MARGIN, 2 * max(base.spread, best.spread))
-    quiet = [t for t in by_name.values() if t and base.us / t.us > 1 + max(MARGIN, 2 * max(base.spread, t.spread))]
+    quiet = [
+        t for t in by_name.values() if t and base.us / t.us > 1 + max(MARGIN, 2 * max(base.spread, t.spread))
+    ]
     assert best.us <= min((t.us for t in quiet), default=best.us) * (1 + TIE)
 
 

@@ -42,7 +42,11 @@ def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
     policy.forget()
     ran.clear()
     made = zoo.op(
-        noting("one"), noting("two"), incumbent=noting("eager"), heuristic=lambda case, regime: "one", name="zoo_noting"
+        noting("one"),
+        noting("two"),
+        incumbent=noting("eager"),
+        heuristic=lambda case, regime: "one",
+        name="zoo_noting",
     )
     with zoo.registered(made):
         yield made
@@ -56,7 +60,9 @@ def verdict(op: Op, winner: str, rows: int = 4, regime: str = "eager") -> Verdic
     name = key(op, zoo.case(rows, 8, grad=False), regime)
     trials = tuple(
         Trial(c.name, c.source_hash, Timing(us, us, us, 0.0, 9), None)
-        for c, us in zip(op.candidates, (9.0, *(1.0 if c.name == winner else 5.0 for c in op.candidates[1:])), strict=True)
+        for c, us in zip(
+            op.candidates, (9.0, *(1.0 if c.name == winner else 5.0 for c in op.candidates[1:])), strict=True
+        )
     )
     return Verdict(name, op.name, regime, winner, "because", trials, op.cost(zoo.case(rows, 8)), "2026-01-01")
 
@@ -101,7 +107,9 @@ def test_heuristic_ignores_the_table(op: Op) -> None:
 
 def test_strict_raises_on_a_miss_and_says_what_to_do(op: Op) -> None:
     with using("strict"):
-        with pytest.raises(PolicyError, match=r"no verdict for zoo_noting\(.*policy is strict. Run bakeoff.tune"):
+        with pytest.raises(
+            PolicyError, match=r"no verdict for zoo_noting\(.*policy is strict. Run bakeoff.tune"
+        ):
             call(op)
         learn(op, "two")
         assert call(op) == "two"
@@ -198,11 +206,9 @@ def test_unknown_names_are_errors_that_help(
     op: Op, way: str, settings: dict[str, str], error: type[Exception], text: str
 ) -> None:
     before = current()
+    enter = configure if way == "configure" else lambda **settings: using(**settings).__enter__()
     with pytest.raises(error) as caught:
-        if way == "configure":
-            configure(**settings)
-        else:
-            using(**settings).__enter__()
+        enter(**settings)
     assert text in str(caught.value)
     assert current() == before
 
@@ -226,7 +232,9 @@ def test_an_exception_ends_a_block_too(op: Op) -> None:
 
 
 def test_an_override_that_cannot_run_raises_every_reason(op: Op) -> None:
-    bad = zoo.with_candidates(op, noting("picky", supports=lambda case: "wants even rows", has_backward=False))
+    bad = zoo.with_candidates(
+        op, noting("picky", supports=lambda case: "wants even rows", has_backward=False)
+    )
     x = torch.ones(3, 8, requires_grad=True)
     with zoo.registered(bad), using(zoo_noting="picky"), pytest.raises(Unsupported) as caught:
         bad(x, torch.ones(8), None)

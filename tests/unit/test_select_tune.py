@@ -1,4 +1,4 @@
-"""Tuning: one real step, the exact keys it used, their contests within the budget, the table in force after."""
+"""Tuning: one real step, the exact keys it used, their contests within the budget, the table in force."""
 
 import json
 from collections.abc import Iterator
@@ -100,7 +100,9 @@ def test_the_budget_leaves_the_rest_unsettled_and_says_so(op: Op, held: list[str
     assert report.unsettled == {key(op, zoo.case(4, 8, grad=False), "eager"): "the budget of 0 s was spent"}
 
 
-def test_a_long_step_does_not_eat_the_budget(op: Op, held: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_does_not_eat_the_budget(
+    op: Op, held: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
 
@@ -160,7 +162,10 @@ def test_compiled_regions_are_settled_and_compiled_anew(op: Op, held: list[str])
     from tests.unit.test_select_dispatch import one, two, who
 
     added = zoo.op(
-        zoo.Candidate("one", one), zoo.Candidate("two", two), name="zoo_added", heuristic=lambda case, regime: "one"
+        zoo.Candidate("one", one),
+        zoo.Candidate("two", two),
+        name="zoo_added",
+        heuristic=lambda case, regime: "one",
     )
     x, w = torch.randn(4, 8), torch.randn(8)
     with zoo.registered(added):

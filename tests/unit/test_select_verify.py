@@ -55,10 +55,13 @@ def test_a_small_factor_in_one_bf16_gradient_is_seen(grad: float) -> None:
 
 
 def test_a_rejection_names_norm_index_draw_and_seed() -> None:
-    bad = Candidate("bad", zoo.product(lambda x, w, y: y.index_put((torch.tensor(5), torch.tensor(7)), y[5, 7] + 1)))
+    bad = Candidate(
+        "bad", zoo.product(lambda x, w, y: y.index_put((torch.tensor(5), torch.tensor(7)), y[5, 7] + 1))
+    )
     reason = trial(held(zoo.op(bad), zoo.case()), "bad").rejected
     assert re.fullmatch(
-        r"output is wrong: max error \S+ at \[5, 7\], eager's is \S+, allowed \S+ \(normal inputs, seed 0\)", str(reason)
+        r"output is wrong: max error \S+ at \[5, 7\], eager's is \S+, allowed \S+ \(normal inputs, seed 0\)",
+        str(reason),
     )
 
 
@@ -214,7 +217,7 @@ def test_an_incumbent_that_fails_ends_the_contest() -> None:
 
 
 def test_an_op_whose_eager_lacks_a_gradient_says_so() -> None:
-    with pytest.raises(ContestError, match="eager gives .* but the reference gives"):
+    with pytest.raises(ContestError, match=r"eager gives .* but the reference gives"):
         held(zoo.op(incumbent=Candidate("eager", lambda *a: zoo.eager(*a).detach())), zoo.case())
 
 

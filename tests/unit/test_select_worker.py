@@ -41,7 +41,7 @@ def alive(pid: int) -> bool:
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_crashes_of_every_kind_are_rejections(worker: Worker) -> None:
@@ -81,7 +81,10 @@ def test_a_hang_is_ended_and_rejected() -> None:
 
 
 def test_an_incumbent_that_crashes_ends_the_contest_with_its_reason() -> None:
-    with Worker() as worker, pytest.raises(ContestError, match=r"failed while at 'prepare the reference': crashed: killed"):
+    with (
+        Worker() as worker,
+        pytest.raises(ContestError, match=r"failed while at 'prepare the reference': crashed: killed"),
+    ):
         worker.contest(zoo.HOPELESS, zoo.case(), ("eager",), 0.01)
 
 
@@ -101,7 +104,9 @@ def test_a_worker_found_dead_is_replaced(worker: Worker) -> None:
     assert trial(verdict, "good").rejected is None
 
 
-def test_the_worker_takes_over_the_switches_of_its_parent(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_worker_takes_over_the_switches_of_its_parent(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.use_deterministic_algorithms(True)
     threads = torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
@@ -124,7 +129,7 @@ def test_arguments_that_do_not_survive_the_way_are_refused(worker: Worker) -> No
 def test_an_op_that_cannot_be_imported_is_refused(worker: Worker) -> None:
     lost = zoo.op(home="tests.unit.zoo:NOTHING")
     assert home_of(lost) is None
-    with pytest.raises(ContestError, match="set Op.home"):
+    with pytest.raises(ContestError, match=r"set Op.home"):
         worker.contest(lost, zoo.case(), ("eager",), 0.01)
     assert home_of(zoo.op(home="tests.unit.zoo:CALM")) is None, "another op lives there"
     assert resolve(home_of(zoo.CALM) or "") is zoo.CALM

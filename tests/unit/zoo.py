@@ -1,7 +1,7 @@
 """Deliberately bad candidates, and the small ops they compete in, importable by a worker process.
 
-Most of them compute ``tanh(x) * w`` through one autograd Function that is right, and go wrong by a hook into its
-forward or its backward. None of these ops stays in the registry: `registered` puts one there for a test.
+Most of them compute ``tanh(x) * w`` through one autograd Function that is right, and go wrong by a hook into
+its forward or its backward. None of these ops stays in the registry: `registered` puts one there for a test.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def eager(x: Any, w: Any, flag: Any = None) -> Any:
 
 
 class _Product(torch.autograd.Function):
-    """tanh(x) * w in float64, rounded once, so that it is as good as any; `forward` and `backward` are hooks."""
+    """tanh(x) * w in float64, rounded once, so as good as any; `forward` and `backward` are hooks."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, w: Any, forward: Any, backward: Any) -> Any:
@@ -76,7 +76,9 @@ def check(case: Case) -> None:
 def bucket(case: Case) -> Case:
     features = case.x.shape[-1]
     rows = case.x.numel // features if features else 0
-    return case.replace(x=with_layout(case.x, (round_rows(rows), features)), w=with_layout(case.w, (features,)))
+    return case.replace(
+        x=with_layout(case.x, (round_rows(rows), features)), w=with_layout(case.w, (features,))
+    )
 
 
 def op(*candidates: Candidate, name: str = "zoo", home: str = "", **changes: Any) -> Op:
@@ -109,7 +111,11 @@ def registered(*ops: Op) -> Iterator[None]:
 
 
 def case(
-    rows: int | tuple[int, ...] = 32, features: int = 48, dtype: torch.dtype = torch.float32, *, grad: bool = True
+    rows: int | tuple[int, ...] = 32,
+    features: int = 48,
+    dtype: torch.dtype = torch.float32,
+    *,
+    grad: bool = True,
 ) -> Case:
     lead = (rows,) if isinstance(rows, int) else rows
     x = TensorMeta.dense((*lead, features), dtype, grad=grad)
@@ -208,12 +214,21 @@ WRONG: dict[str, tuple[Candidate, str]] = {
         (Candidate("modifies_dy", product(None, _double_dy)), "modifies the gradient it is given"),
         (Candidate("uninitialised", product(_uninitialised)), r"output is nan at \[0, 191\]"),
         (Candidate("unset_sum", product(None, _unset_sum)), r"gradient of w is nan at \[0\]"),
-        (Candidate("nan_on_zero_rows", product(_nan_on_zero_rows)), r"output is nan at \[3, 0\] \(adversarial"),
+        (
+            Candidate("nan_on_zero_rows", product(_nan_on_zero_rows)),
+            r"output is nan at \[3, 0\] \(adversarial",
+        ),
         (Candidate("silent", eager, launches=launches), "none of its own kernels ran"),
         (Candidate("no_dw", product(None, lambda dy, dx, dw: (dx, None))), "gives no gradient of w"),
         (Candidate("detached", lambda *a: good(*a).detach()), "gives no gradient of w"),
-        (Candidate("wrong_dtype", lambda *a: good(*a).double()), r"returns torch.float64\[.*not torch.float32"),
-        (Candidate("wrong_shape", lambda *a: good(*a)[None]), r"returns torch.float32\[1, .*not torch.float32"),
+        (
+            Candidate("wrong_dtype", lambda *a: good(*a).double()),
+            r"returns torch.float64\[.*not torch.float32",
+        ),
+        (
+            Candidate("wrong_shape", lambda *a: good(*a)[None]),
+            r"returns torch.float32\[1, .*not torch.float32",
+        ),
         (Candidate("two_outputs", lambda *a: (good(*a), good(*a))), "returns 2 tensors, not 1"),
         (Candidate("no_tensor", lambda *a: None), "returns a NoneType, not a tensor"),
         (Candidate("only_dense_dy", product(None, _only_dense_dy)), "gradient of x is wrong.*adversarial"),
@@ -224,7 +239,10 @@ WRONG: dict[str, tuple[Candidate, str]] = {
         (Candidate("absent", good, requires=("no_such_package",)), "no_such_package is not installed"),
         (Candidate("no_backward", good, has_backward=False), "has no backward"),
         (Candidate("picky", good, supports=lambda case: "wants even rows"), "wants even rows"),
-        (Candidate("bad_supports", good, supports=lambda case: 1 / 0), r"supports\(\) fails: ZeroDivisionError"),
+        (
+            Candidate("bad_supports", good, supports=lambda case: 1 / 0),
+            r"supports\(\) fails: ZeroDivisionError",
+        ),
     ]
 }
 HONEST_RACE = Candidate("honest_race", product(_racy), deterministic=False)
@@ -331,7 +349,10 @@ def _deadly(name: str) -> Candidate:
 
 CRASHING = op(
     GOOD,
-    *(_deadly(n) for n in ("aborts", "segfaults", "exits", "loses_the_device", "crashes_when_timed", "prints")),
+    *(
+        _deadly(n)
+        for n in ("aborts", "segfaults", "exits", "loses_the_device", "crashes_when_timed", "prints")
+    ),
     name="zoo_crashing",
     home=f"{HERE}:CRASHING",
 )
@@ -403,8 +424,12 @@ GATHER = _one(
     batched=frozenset(),
     features={"x": 2, "ids": 0},
 )
-COPY = _one("zoo_copy", _copy, Candidate("alias", lambda x: x.view_as(x)), Candidate("right", lambda x: x + 0))
-DENSE = _one("zoo_dense", _dense, Candidate("alias", lambda x: x.view_as(x)), Candidate("right", lambda x: x + 0))
+COPY = _one(
+    "zoo_copy", _copy, Candidate("alias", lambda x: x.view_as(x)), Candidate("right", lambda x: x + 0)
+)
+DENSE = _one(
+    "zoo_dense", _dense, Candidate("alias", lambda x: x.view_as(x)), Candidate("right", lambda x: x + 0)
+)
 
 
 def with_candidates(base: Op, *candidates: Candidate) -> Op:

@@ -1,5 +1,6 @@
 """The ``compiled`` candidate: torch.compile of a plain PyTorch formula."""
 
+import itertools
 import os
 import shutil
 import types
@@ -13,6 +14,7 @@ from bakeoff.select.op import Case, TensorMeta
 __all__ = ["compiled", "compiler_missing"]
 
 _STATIC = 8
+_serial = itertools.count()
 
 
 def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +43,9 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
         unit = (family, shape) if static else (family,)
         found = units.get(unit)
         if found is None:
-            found = units[unit] = torch.compile(_twin(formula), fullgraph=True, dynamic=False if static else None)
+            found = units[unit] = torch.compile(
+                _twin(formula), fullgraph=True, dynamic=False if static else None
+            )
         return found(*args)
 
     call.__doc__ = f"torch.compile of {formula.__module__}.{formula.__name__}"
@@ -50,9 +54,10 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _twin(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """`formula` with a code object of its own: torch.compile counts recompilations per code object and
-    gives up after a few."""
-    code, defaults = formula.__code__.replace(), formula.__defaults__
+    """`formula` with a code object and name of its own: torch.compile counts recompilations per code object
+    and gives up after a few, and remembers per name which sizes have varied."""
+    code = formula.__code__.replace(co_name=f"{formula.__name__}_{next(_serial)}")
+    defaults = formula.__defaults__
     return types.FunctionType(code, formula.__globals__, formula.__name__, defaults)
 
 

@@ -1,6 +1,7 @@
 """Dispatch: from a call to a candidate, when the hot path's memo doesn't know it yet."""
 
 import logging
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -146,8 +147,9 @@ def checked(op: Op, args: Sequence[Any]) -> Case:
 
 
 def _may_tune(case: Case, regime: str) -> bool:
-    """Not while tracing or capturing a CUDA graph, not inside backward (recomputation), not without data."""
-    if regime == "compiled" or case.device == "meta":
+    """Not while tracing or capturing a CUDA graph, not inside backward (recomputation), not without data, not
+    on one rank of several."""
+    if regime == "compiled" or case.device == "meta" or policy.store.agreed is not None:
         return False
     if case.device.startswith("cuda") and torch.cuda.is_current_stream_capturing():
         _say_once("a CUDA graph is being captured: not tuning now", logging.WARNING)
@@ -168,7 +170,8 @@ def _traced(op: Op, args: Sequence[Any], impl: str | None) -> Any:
     for name, arg in zip(op.params, args, strict=True):
         if isinstance(arg, torch.Tensor):
             rows = arg.dim() - op.features[name]
-            known.append((tuple(arg.shape[rows:]), rows, arg.dtype, str(arg.device), arg.requires_grad))
+            features = tuple([operator.index(size) for size in arg.shape[rows:]])  # specialises these alone
+            known.append((features, rows, arg.dtype, str(arg.device), arg.requires_grad))
         else:
             known.append(arg)
     return op.traced[_constant_choice(op.name, tuple(known), torch.is_grad_enabled(), impl)](*args)
