@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bakeoff import models, ops
+    from bakeoff.bench.published import benchmark_rms_norm, benchmark_rotary, manual_kernel_benchmark
     from bakeoff.errors import BakeoffError, Unsupported
     from bakeoff.select.explain import explain
     from bakeoff.select.policy import configure, using
@@ -15,13 +16,29 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["BakeoffError", "Unsupported", "__version__", "configure", "explain", "models", "ops", "tune", "using"]
+__all__ = [
+    "BakeoffError",
+    "Unsupported",
+    "__version__",
+    "benchmark_rms_norm",
+    "benchmark_rotary",
+    "configure",
+    "explain",
+    "manual_kernel_benchmark",
+    "models",
+    "ops",
+    "tune",
+    "using",
+]
 
 _WHERE = {
     "BakeoffError": "bakeoff.errors",
     "Unsupported": "bakeoff.errors",
+    "benchmark_rms_norm": "bakeoff.bench.published",
+    "benchmark_rotary": "bakeoff.bench.published",
     "configure": "bakeoff.select.policy",
     "explain": "bakeoff.select.explain",
+    "manual_kernel_benchmark": "bakeoff.bench.published",
     "tune": "bakeoff.select.tune",
     "using": "bakeoff.select.policy",
 }

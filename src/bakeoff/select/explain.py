@@ -9,10 +9,10 @@ from bakeoff import hardware
 from bakeoff.select import policy
 from bakeoff.select.dispatch import checked, choose
 from bakeoff.select.key import key
-from bakeoff.select.op import Op, find_op
+from bakeoff.select.op import Case, Op, find_op
 from bakeoff.select.verdict import Verdict
 
-__all__ = ["Explanation", "Row", "explain", "rows_of"]
+__all__ = ["Explanation", "Row", "explain", "explain_case", "rows_of"]
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -36,6 +36,8 @@ class Explanation(msgspec.Struct, frozen=True):
     source: str
     rows: tuple[Row, ...]
     warning: str = ""
+    verdict: Verdict | None = None
+    """The contest behind the choice, where there was one."""
 
     def __str__(self) -> str:
         lines = [f"{self.key}", f"  choice: {self.choice} ({self.why})", f"  source: {self.source}"]
@@ -63,22 +65,25 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
         >>> bakeoff.explain("rms_norm", torch.ones(2, 4)).op
         'rms_norm'
     """
-    found_op = op if isinstance(op, Op) else find_op(op if isinstance(op, str) else op.__name__)
-    case = checked(found_op, _bind(found_op, args, kwargs))
-    settings = policy.current()
-    if settings.policy == "tune":  # nothing is run for an explanation
+    found = op if isinstance(op, Op) else find_op(op if isinstance(op, str) else op.__name__)
+    return explain_case(found, checked(found, _bind(found, args, kwargs)))
+
+
+def explain_case(op: Op, case: Case, settings: policy.Settings | None = None) -> Explanation:
+    """`explain` for a case, under `settings` (default: those in force); holds no contest."""
+    settings = settings or policy.current()
+    if settings.policy == "tune":
         settings = msgspec.structs.replace(settings, policy="table")
-    choice = choose(found_op, case, settings)
-    name = key(found_op, case, settings.on(case.device))
+    choice = choose(op, case, settings)
+    chosen = choice.candidate.name
+    name = key(op, case, settings.on(case.device))
     if choice.found is not None:
-        rows = rows_of(choice.found.verdict, case.device, choice.candidate.name)
-        source, warning = choice.found.source, choice.found.verdict.warning
-    else:
-        chosen = choice.candidate.name
-        why = {c.name: "; ".join(c.reasons(case)) or "not measured" for c in found_op.candidates}
-        rows = tuple(Row(name, None, None, None, name == chosen, text) for name, text in why.items())
-        source, warning = "no verdict for this key", ""
-    return Explanation(found_op.name, name, choice.candidate.name, choice.why, source, rows, warning)
+        verdict = choice.found.verdict
+        rows = rows_of(verdict, case.device, chosen)
+        return Explanation(op.name, name, chosen, choice.why, choice.found.source, rows, verdict.warning, verdict)
+    why = {c.name: "; ".join(c.reasons(case)) or "not measured" for c in op.candidates}
+    rows = tuple(Row(name, None, None, None, name == chosen, text) for name, text in why.items())
+    return Explanation(op.name, name, chosen, choice.why, "no verdict for this key", rows)
 
 
 def rows_of(verdict: Verdict, device: str, chosen: str) -> tuple[Row, ...]:

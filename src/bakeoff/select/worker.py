@@ -103,7 +103,7 @@ class Worker:
             self.process = None
 
     def _join(self) -> None:
-        for reader in self.readers:
+        for reader in filter(threading.Thread.is_alive, self.readers):  # an interrupt may come before its start
             reader.join(timeout=1)  # longer only where a grandchild left its group and holds the pipe
 
     def __enter__(self) -> "Worker":

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from bakeoff import hardware
-from bakeoff.bench.render import selection_table
+from bakeoff.select.render import selection_table
 from bakeoff.models.llm_med import LLMMed
 from bakeoff.select import Explanation, using
 from bakeoff.train import checkpoint, selection

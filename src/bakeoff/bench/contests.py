@@ -1,0 +1,131 @@
+"""Suite "ops": a contest for every cell of the ops' grids, all candidates and installed peers in one run."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from bakeoff.bench import results
+from bakeoff.bench.results import Env, File, ResultsError, Row
+from bakeoff.bench.suites import Cell, cells
+from bakeoff.errors import ContestError
+from bakeoff.select import Candidate, Op, Verdict
+from bakeoff.select.contest import regimes_of
+from bakeoff.select.measure import input_sets, work
+from bakeoff.select.worker import Worker
+
+__all__ = ["Hear", "cell_of", "keep", "known", "open_file", "peak_bytes", "run_ops"]
+
+Hear = Callable[[Cell, list[Verdict], str], None]
+"""Hears of every cell: its verdicts, or why there are none."""
+
+
+def run_ops(
+    ops: Sequence[Op],
+    device: str,
+    out: Path,
+    *,
+    regimes: Sequence[str] | None = None,
+    text: str = "",
+    budget_s: float = 2.0,
+    resume: bool = False,
+    hear: Hear = lambda cell, verdicts, reason: None,
+    announce: Callable[[str], None] = lambda stage: None,
+) -> File:
+    """Hold a contest for every cell whose name or shapes contain `text`, and write each to `out` at once.
+
+    Rows that `out` holds of the same cells are replaced, those of other cells stay, as long as they come from
+    the same machine and versions. With `resume`, cells that `out` holds with today's sources are left out. A
+    cell that can't be measured (out of memory, say) becomes a row with the reason.
+
+    Raises:
+        ResultsError: `out` can't be read or written, or belongs to another machine or other versions.
+    """
+    file = open_file(out, results.environment(device))
+    with Worker(announce=announce) as worker:
+        for op in ops:
+            for cell in cells(op, device, text):
+                wanted = tuple(regimes or regimes_of(cell.case))
+                if resume and known(file, cell, wanted):
+                    continue
+                reason, verdicts = "", list[Verdict]()
+                try:
+                    verdicts = worker.contest(cell.op, cell.case, wanted, budget_s)
+                except ContestError as error:
+                    reason = str(error)
+                keep(file, _rows(cell, verdicts, wanted, reason))
+                results.write(out, file)
+                hear(cell, verdicts, reason)
+    return file
+
+
+def open_file(path: Path, env: Env) -> File:
+    """The results in `path` to add to, or new ones."""
+    if not path.exists():
+        return File(env, [])
+    held = results.read(path)
+    if held.env.comparable != env.comparable:
+        raise ResultsError(
+            f"{path} was measured on {held.env.device} with torch {held.env.torch} and triton "
+            f"{held.env.triton}, this is "
+            f"{env.device}, torch {env.torch}, triton {env.triton} (or the driver or the peers' versions "
+            f"differ): "
+            "give another --out, or move that file away"
+        )
+    return File(env, held.rows, summary=held.summary)
+
+
+def keep(file: File, rows: Sequence[Row]) -> None:
+    """Put `rows` in place of those of the same cells."""
+    cells_now = {row.cell for row in rows}
+    file.rows = [row for row in file.rows if "op" not in row or cell_of(row) not in cells_now]
+    file.rows += [msgspec.to_builtins(row) for row in rows]
+
+
+def cell_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    """The contest a stored row is part of."""
+    return row["op"], row["case"], row["regime"], row["direction"]
+
+
+def known(file: File, cell: Cell, regimes: Sequence[str]) -> list[Row]:
+    """The rows that `file` holds of a cell, one per regime and candidate; none unless all are there and
+    measured today's sources."""
+    found = []
+    for regime in regimes:
+        place = (cell.op.name, cell.case.name, regime, cell.direction)
+        rows = [row for row in file.rows if "op" in row and cell_of(row) == place and results.current(row)]
+        if {row["candidate"] for row in rows} != set(cell.op.by_name):
+            return []
+        found += [msgspec.convert(row, Row) for row in rows]
+    return found
+
+
+def peak_bytes(cell: Cell, candidate: Candidate) -> int | None:
+    """Device memory one call adds at its peak, outputs and gradients included; None on the CPU, and where it
+    doesn't fit beside the caching allocator's other blocks."""
+    device = cell.case.device
+    if not device.startswith("cuda"):
+        return None
+    try:
+        (call,) = work(cell.op, cell.case, candidate.call, input_sets(cell.op, cell.case, 0))
+        call()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    except torch.cuda.OutOfMemoryError:
+        return None
+    finally:
+        torch.cuda.empty_cache()
+
+
+def _rows(cell: Cell, verdicts: Sequence[Verdict], regimes: Sequence[str], reason: str) -> list[Row]:
+    if reason:
+        return [results.failed_row(cell, regime, reason) for regime in regimes]
+    timed = {name for verdict in verdicts for name in verdict.timings}
+    peaks = {name: peak_bytes(cell, cell.op.by_name[name]) for name in sorted(timed)}
+    return [row for verdict in verdicts for row in results.rows_of_verdict(cell, verdict, peaks)]

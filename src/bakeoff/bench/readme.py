@@ -1,0 +1,189 @@
+"""The README's table of results: ``python -m bakeoff.bench.readme`` writes it, ``--check`` only compares.
+
+Nothing in it is typed by hand: it says what the files in results/ say.
+"""
+
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bakeoff.bench import results
+from bakeoff.bench.contests import cell_of
+from bakeoff.bench.results import File
+
+__all__ = ["render", "replaced"]
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+OWN = "triton"
+NONE = "No measurements are committed yet."
+
+Cell = list[dict[str, Any]]
+"""The rows of one contest."""
+
+
+def render(folder: Path) -> str:
+    """The text between the markers: a section per machine with results under `folder`."""
+    sections = []
+    for machine in sorted(path for path in folder.glob("*") if path.is_dir()):
+        if (machine / "ops.json").exists():
+            sections.append(
+                _machine(results.read(machine / "ops.json"), f"{folder.name}/{machine.name}/ops.json")
+            )
+        if (machine / "selection.json").exists():
+            name = f"{folder.name}/{machine.name}/selection.json"
+            sections.append(_selection(results.read(machine / "selection.json"), name))
+    return "\n\n".join(sections) or NONE
+
+
+def replaced(readme: str, text: str) -> str:
+    """`readme` with `text` between the markers. Raises ValueError where a marker is missing."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the README needs the lines {BEGIN} and {END}, in this order")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def _machine(file: File, name: str) -> str:
+    env = file.env
+    cells = _cells(file.rows)
+    limits = f"copy {env.copy_gbps / 1000:.2f} TB/s, matmul {env.matmul_tflops:.3g} TFLOP/s"
+    versions = f"torch {env.torch}, triton {env.triton}"
+    headings = (
+        "op",
+        "direction",
+        "regime",
+        "cells",
+        "choice / eager",
+        f"{OWN} / best peer",
+        "worst cell",
+        "lost",
+    )
+    lines = [
+        f"**{env.device}**, {versions}, {env.date[:10]}: {limits}. `bakeoff bench` wrote [{name}]({name}).",
+        "Ratios of times, median and worst; below 1 is faster. Lost are cells where a peer is faster.",
+        "",
+        f"| {' | '.join(headings)} |",
+        f"|{'---|' * len(headings)}",
+    ]
+    groups: dict[tuple[str, str, str], list[Cell]] = defaultdict(list)
+    for (op, _, regime, direction), rows in cells.items():
+        groups[op, direction, regime].append(rows)
+    lost: list[str] = []
+    for (op, direction, regime), members in sorted(groups.items()):
+        line, losing = _group(op, direction, regime, members)
+        lines.append(line)
+        lost += losing
+    unmeasured = [rows[0] for rows in cells.values() if all(row["us"] is None for row in rows)]
+    if lost:
+        lines += [
+            "",
+            f"<details><summary>The {len(lost)} cells in which a peer is faster than {OWN}</summary>",
+            "",
+            *lost,
+            "",
+            "</details>",
+        ]
+    if unmeasured:
+        lines += ["", "Not measured:", "", *(f"- {_name(row)}: {row['reason']}" for row in unmeasured)]
+    stale = sorted(
+        {f"{row['op']} {row['candidate']}" for row in file.rows if "op" in row and not results.current(row)}
+    )
+    if stale:
+        lines += ["", f"Stale, measured with an earlier source: {', '.join(stale)}."]
+    return "\n".join(lines)
+
+
+def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tuple[str, list[str]]:
+    """A line of the table, and the cells in which a peer beats our kernel."""
+    against_eager = []
+    ratios: list[tuple[float, str, dict[str, Any], dict[str, Any]]] = []
+    for rows in members:
+        timed = {row["candidate"]: row for row in rows if row["us"]}
+        chosen = next((row for row in timed.values() if row["chosen"]), None)
+        if chosen and "eager" in timed:
+            against_eager.append(chosen["us"] / timed["eager"]["us"])
+        peers = [row for name, row in timed.items() if name != OWN]
+        if OWN in timed and peers:
+            best = min(peers, key=lambda row: row["us"])
+            ratios.append((timed[OWN]["us"] / best["us"], rows[0]["case"], timed[OWN], best))
+    eager_text = f"{statistics.median(against_eager):.2f}, {max(against_eager):.2f}" if against_eager else "-"
+    way = "forward + backward" if direction == "both" else direction
+    start = f"| {op} | {way} | {regime} | {len(members)} | {eager_text}"
+    if not ratios:
+        return f"{start} | - | - | - |", []
+    ratios.sort(key=lambda found: found[0], reverse=True)
+    losing = [
+        f"- {_name(mine)}: {mine['us']:.1f} us, {best['candidate']} {best['us']:.1f} us ({ratio:.2f})"
+        for ratio, _, mine, best in ratios
+        if ratio > 1
+    ]
+    worst, case, mine, best = ratios[0]
+    median = statistics.median(ratio for ratio, *_ in ratios)
+    cell = f"{case}: {mine['us']:.1f} us, {best['candidate']} {best['us']:.1f} us"
+    return f"{start} | {median:.2f}, {worst:.2f} | {cell} | {len(losing)} of {len(ratios)} |", losing
+
+
+def _selection(file: File, name: str) -> str:
+    env, summary = file.env, file.summary
+    command = "bakeoff bench --suite selection"
+    lines = [f"Selection on {env.device}, {env.date[:10]} (`{command}` wrote [{name}]({name})):", ""]
+    for regime in ("eager", "graph", "compiled"):
+        if regime in summary:
+            found = summary[regime]
+            lines.append(
+                f"- {regime}: over {found['cells']} cells the choice takes {found['geomean_regret']:.3f} "
+                f"times as long as the "
+                f"best candidate (geometric mean), {found['worst_regret']:.2f} at worst "
+                f"({found['worst_cell']}), and "
+                f"{found['worst_against_eager']:.2f} times as long as eager at worst "
+                f"({found['worst_against_eager_cell']})."
+            )
+    if "overhead_us" in summary:
+        texts = [f"{op} {us:.2f} us" for op, us in summary["overhead_us"].items()]
+        lines.append(f"- Choosing adds to a call it has seen before: {', '.join(texts)}.")
+    if "tune_s" in summary:
+        lines.append(
+            f"- The small LLM-Med is tuned from nothing in {summary['tune_s']:.1f} s. "
+            f"With its table there, a start spends {summary['cached_start_s']:.2f} s on selection "
+            f"and {summary['load_s']:.1f} s on loading the winners' compiled code."
+        )
+    return "\n".join(lines)
+
+
+def _cells(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str, str], Cell]:
+    cells: dict[tuple[str, str, str, str], Cell] = defaultdict(list)
+    for row in rows:
+        if "op" in row:  # runs of whole models have none
+            cells[cell_of(row)].append(row)
+    return cells
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['op']} {row['case']}, {row['direction']}, {row['regime']}"
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Change nothing; exit with 1 when the README is out of date.")
+@click.option("--readme", type=click.Path(path_type=Path), default=Path("README.md"), show_default=True)
+@click.option(
+    "--results", "folder", type=click.Path(path_type=Path), default=Path("results"), show_default=True
+)
+def main(check: bool, readme: Path, folder: Path) -> None:
+    """Write the table of results between the README's markers."""
+    old = readme.read_text("utf-8")
+    new = replaced(old, render(folder))
+    if check and new != old:
+        click.echo(f"{readme} is out of date: run python -m bakeoff.bench.readme", err=True)
+        sys.exit(1)
+    if new != old:
+        readme.write_text(new, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Results files: what was measured, on which machine, by which code.
+
+``{"schema": 1, "env": {...}, "rows": [...]}``. The file is written whole and renamed after every cell, so a
+run that is killed keeps what it measured.
+"""
+
+import datetime
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+import bakeoff
+from bakeoff import hardware
+from bakeoff.bench.suites import Cell
+from bakeoff.errors import BakeoffError
+from bakeoff.select import Op, Trial, Verdict, registry
+
+__all__ = [
+    "Env",
+    "File",
+    "ResultsError",
+    "Row",
+    "current",
+    "environment",
+    "failed_row",
+    "read",
+    "rows_of_verdict",
+    "slug",
+    "write",
+]
+
+
+class ResultsError(BakeoffError, ValueError):
+    """A results file that can't be read or belongs to another machine."""
+
+
+class Env(msgspec.Struct, frozen=True):
+    """The machine and the software of a run. `memory` is in bytes, `copy_gbps` counts bytes read plus
+    written."""
+
+    device: str
+    sms: int
+    memory: int
+    driver: str
+    torch: str
+    triton: str
+    cuda: str
+    python: str
+    date: str
+    commit: str
+    copy_gbps: float
+    matmul_tflops: float
+    packages: dict[str, str] = {}
+    """Versions of the peers that are installed."""
+
+    @property
+    def comparable(self) -> tuple[Any, ...]:
+        """What must be equal for rows to stand in one file."""
+        return self.device, self.sms, self.driver, self.torch, self.triton, self.cuda, self.packages
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One candidate in one cell. Times are microseconds a call, `share` the part of the machine's limit
+    reached (0 to 1), errors relative RMS against the float64 reference, `peak_bytes` device memory one call
+    adds."""
+
+    op: str
+    case: str
+    dtype: str
+    regime: str
+    direction: str
+    candidate: str
+    us: float | None = None
+    us_p20: float | None = None
+    us_p80: float | None = None
+    bytes: int
+    flops: int
+    share: float | None = None
+    error: float | None = None
+    eager_error: float | None = None
+    verified: bool = False
+    chosen: bool = False
+    reason: str = ""
+    source_hash: str = ""
+    peak_bytes: int | None = None
+    key: str = ""
+    date: str = ""
+    warning: str = ""
+
+    @property
+    def cell(self) -> tuple[str, str, str, str]:
+        """The contest this row is part of."""
+        return self.op, self.case, self.regime, self.direction
+
+
+class File(msgspec.Struct):
+    """A results file. Suites may add their own fields to rows, and a summary."""
+
+    env: Env
+    rows: list[dict[str, Any]]
+    schema: Literal[1] = 1
+    summary: dict[str, Any] = {}
+
+
+def environment(device: str) -> Env:
+    """The environment of a run that starts now; measures the device's limits (about a second)."""
+    facts, limits = hardware.facts(device), hardware.ceilings(device)
+    return Env(
+        facts.device,
+        facts.sms,
+        facts.memory,
+        facts.driver,
+        facts.torch,
+        facts.triton,
+        facts.cuda,
+        facts.python,
+        now(),
+        _commit(),
+        limits.copy_gbps,
+        limits.matmul_tflops,
+        _packages(),
+    )
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def rows_of_verdict(cell: Cell, verdict: Verdict, peaks: dict[str, int | None]) -> list[Row]:
+    """A row per candidate of a contest held on this device."""
+    limit = hardware.limit_us(verdict.cost.bytes, verdict.cost.flops, cell.case.device)
+    eager = next(
+        (t.errors.rms for t in verdict.trials if t.candidate == cell.op.incumbent.name and t.errors), None
+    )
+    rows = []
+    for trial in verdict.trials:
+        timing = trial.timing if not trial.rejected else None
+        rows.append(
+            Row(
+                **_place(cell, verdict.regime),
+                candidate=trial.candidate,
+                us=timing.us if timing else None,
+                us_p20=timing.p20 if timing else None,
+                us_p80=timing.p80 if timing else None,
+                bytes=verdict.cost.bytes,
+                flops=verdict.cost.flops,
+                share=limit / timing.us if timing and timing.us else None,
+                error=_finite(trial.errors.rms) if trial.errors else None,
+                eager_error=None if eager is None else _finite(eager),
+                verified=_verified(trial),
+                chosen=trial.candidate == verdict.winner,
+                reason=trial.rejected or (verdict.why if trial.candidate == verdict.winner else ""),
+                source_hash=trial.source_hash,
+                peak_bytes=peaks.get(trial.candidate),
+                key=verdict.key,
+                date=verdict.date,
+                warning=verdict.warning,
+            )
+        )
+    return rows
+
+
+def failed_row(cell: Cell, regime: str, reason: str) -> Row:
+    """The row of a cell whose contest could not be held: the incumbent, and why."""
+    cost, incumbent = cell.op.cost(cell.case), cell.op.incumbent
+    return Row(
+        **_place(cell, regime),
+        candidate=incumbent.name,
+        bytes=cost.bytes,
+        flops=cost.flops,
+        reason=reason,
+        source_hash=incumbent.source_hash,
+        date=now(),
+    )
+
+
+def read(path: Path) -> File:
+    """The results in `path`. Raises ResultsError with what is wrong."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=File)
+    except OSError as error:
+        raise ResultsError(f"{path} can't be read: {error.strerror or error}") from None
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ResultsError(f"{path} is no results file of this version: {error}. Move it away") from None
+
+
+def write(path: Path, file: File) -> None:
+    """Write `file` whole or not at all: a header, then one row a line."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    parts = [f'"schema":{file.schema}', f'"env":{_text(file.env)}']
+    if file.summary:
+        parts.append(f'"summary":{_text(file.summary)}')
+    rows = ",\n".join(_text(row) for row in file.rows)
+    text = "{" + ",\n".join([*parts, f'"rows":[\n{rows}\n]']) + "}\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, "utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise ResultsError(f"can't write {path} ({error.strerror or error}): give a writable --out") from None
+    finally:
+        if beside.exists():
+            beside.unlink()
+
+
+def current(row: dict[str, Any]) -> bool:
+    """Whether the candidate a row measured still has that source. A peer's hash holds the version installed
+    where it was measured, which says nothing here."""
+    op = _declared().get(row["op"])
+    candidate = op.by_name.get(row["candidate"]) if op else None
+    if candidate is None:
+        return False
+    return not set(candidate.requires) <= {"triton"} or candidate.source_hash == row["source_hash"]
+
+
+def slug(device: str) -> str:
+    """The folder of a machine's results: ``h100`` for "NVIDIA H100 80GB HBM3", ``cpu`` for any CPU."""
+    if device == "cpu":
+        return "cpu"
+    words = re.findall(r"[a-z0-9]+", hardware.facts(device).device.lower())
+    noise = re.compile(r"nvidia|geforce|tesla|graphics|\d+gb|hbm\d\w*|sxm\d*")
+    return "-".join(word for word in words if not noise.fullmatch(word)) or "gpu"
+
+
+def _place(cell: Cell, regime: str) -> dict[str, Any]:
+    dtype = next(iter(cell.case.tensors.values())).dtype
+    return {
+        "op": cell.op.name,
+        "case": cell.case.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "regime": regime,
+        "direction": cell.direction,
+    }
+
+
+def _verified(trial: Trial) -> bool:
+    """It passed verification, and again after it had been timed (what failed then says "after ...")."""
+    return trial.errors is not None and not (trial.rejected or "").startswith("after ")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _declared() -> dict[str, Op]:
+    importlib.import_module("bakeoff.ops")
+    return registry
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    wanted = {package for op in _declared().values() for c in op.candidates for package in c.requires}
+    distributions = importlib.metadata.packages_distributions()
+    for package in sorted(wanted - {"triton"}):
+        if importlib.util.find_spec(package):
+            name = distributions.get(package, [package])[0]
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _commit() -> str:
+    """The repository's commit, with "+changes" when files differ from it; empty outside the repository."""
+    package = Path(bakeoff.__file__).parent
+
+    def git(*words: str) -> str:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(package), *words], capture_output=True, text=True, timeout=10, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    top = git("rev-parse", "--show-toplevel")
+    if not top or Path(top, "src", "bakeoff") != package.resolve():
+        return ""
+    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", "src") else "")

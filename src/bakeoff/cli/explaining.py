@@ -1,0 +1,52 @@
+"""explain: from a call written as text to its choice."""
+
+import msgspec
+
+from bakeoff.bench.notation import NotationError, read_case, split_key
+from bakeoff.select.render import selection_table
+from bakeoff.cli import tables
+from bakeoff.cli.terminal import console, device_named, print_json
+from bakeoff.errors import PolicyError
+from bakeoff.select import find_op, policy, using
+from bakeoff.select.explain import explain_case
+from bakeoff.select.key import key
+from bakeoff.select.tune import settle
+
+__all__ = ["run"]
+
+
+def run(
+    words: tuple[str, ...],
+    device: str,
+    grad: bool,
+    regime: str,
+    policy_name: str | None,
+    hold: bool,
+    as_json: bool,
+) -> None:
+    """Print the explanation of the call in `words`, or the table's verdicts where there is none."""
+    if not words:
+        tables.show(None, device)
+        return
+    pasted = split_key(" ".join(words))
+    if pasted:
+        name, arguments, device, regime = pasted
+    else:
+        name, arguments = words[0], list(words[1:])
+        if "(" in name:
+            raise NotationError(f"{name[:60]!r} is no whole key: quote all of it, to the regime at its end")
+    op = find_op(name)
+    case = read_case(op, arguments, device_named(device), grad=grad)
+    compiled = regime == "compiled"  # not a setting: torch.compile enters it
+    if hold and compiled:
+        raise PolicyError(
+            "--tune holds no contest inside torch.compile: call bakeoff.tune on a compiled step"
+        )
+    with using(policy_name, regime=None if compiled else regime) as settings:
+        if hold and policy.store.lookup(op, key(op, case, regime), case.device) is None:
+            settle(op, case, regime)
+        found = explain_case(op, case, msgspec.structs.replace(settings, regime=regime))
+    if as_json:
+        print_json(found)
+    else:
+        console().print(selection_table([found]))

@@ -1,0 +1,107 @@
+"""train and tune: recipes from the command line."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+
+from bakeoff.select.render import explained, selection_table
+from bakeoff.cli.terminal import console, device_named, working
+from bakeoff.models.llm_med import LLMMed
+from bakeoff.select import TuneReport, using
+from bakeoff.select import tune as tune_step
+from bakeoff.train import Config, Result, recipe, resolve, to_toml, train
+from bakeoff.train.data import Batches, ByteCorpus, split
+from bakeoff.train.step import Stepper
+
+__all__ = ["configured", "print_config", "print_result", "run", "tune_recipe"]
+
+DEFAULT = "llm-med-tiny"
+
+
+def configured(
+    words: Sequence[str],
+    file: Path | None,
+    *,
+    data: str | None = None,
+    out: Path | None = None,
+    resume: str | None = None,
+) -> Config:
+    """The configuration that ``[RECIPE] [KEY=VALUE]...`` and the options ask for. Raises ConfigError."""
+    named = bool(words) and "=" not in words[0]
+    overrides = list(words[1:] if named else words)
+    for key, value in (("data.path", data), ("train.run_dir", out), ("train.resume", resume)):
+        if value is not None:
+            overrides.append(f"{key}={value}")
+    return resolve(recipe(words[0] if named else DEFAULT), file, overrides)
+
+
+def print_config(config: Config) -> None:
+    """The configuration as TOML that --config reads."""
+    click.echo(to_toml(config), nl=False)
+
+
+def run(config: Config) -> None:
+    """Train, and say what came of it."""
+    out = console()
+    result = train(config, console=out)
+    print_result(result, out)
+    if result.checkpoint:
+        out.print(f"text from it: bakeoff generate {result.run_dir}", highlight=False, soft_wrap=True)
+
+
+def print_result(result: Result, out: Console) -> None:
+    """The outcome of a run in three lines."""
+    before, after = result.bits_per_byte_before, result.bits_per_byte_after
+    speed = f"{result.steps} steps in {result.seconds:.0f} s, {result.tokens_per_s:,.0f} bytes/s"
+    lines = [
+        f"{speed}, {result.skipped} steps skipped, ended by {result.stopped}",
+        f"held-out bits per byte: {before:.3f} before, {after:.3f} after",
+        f"run: {result.run_dir}",
+    ]
+    for line in lines:
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def tune_recipe(config: Config, budget: float, force: bool) -> None:
+    """Hold the contests of one real step of `config` and print what was decided."""
+    out = console()
+    with working(out, "preparing one step") as status:
+        report, device = rehearsed(config, budget, force, status.update)
+    out.print(
+        selection_table(
+            explained(v, device, "measured now" if report.measured else "table") for v in report.verdicts
+        )
+    )
+    print_unsettled(report, out)
+    seconds = (
+        f"{report.measured} contests held, {len(report.verdicts)} verdicts in force, {report.seconds:.1f} s"
+    )
+    out.print(seconds, highlight=False)
+
+
+def print_unsettled(report: TuneReport, out: Console) -> None:
+    """The calls that no contest settled, and why."""
+    for key, reason in report.unsettled.items():
+        out.print(
+            f"not settled: {key}: {reason}", style="yellow", highlight=False, markup=False, soft_wrap=True
+        )
+
+
+def rehearsed(
+    config: Config, budget_s: float, force: bool, announce: Callable[[str], None]
+) -> tuple[TuneReport, str]:
+    """Tune for one step of `config` (which changes nothing) on its device: (report, device)."""
+    device = device_named(config.train.device)
+    corpus = ByteCorpus.open(config.data.path)
+    training, _ = split(corpus, config.data.holdout, config.seq_len)
+    batches = Batches(
+        corpus, training, seq_len=config.seq_len, batch_size=config.train.batch_size, seed=config.train.seed
+    )
+    rows = batches.batch(0).to(device)
+    with using(config.select.policy or None, **config.select.ops):
+        model = LLMMed(config.model).to(device).train()
+        stepper = Stepper(model, config, torch.device(device))
+        return tune_step(lambda: stepper.rehearse(rows), budget_s, force=force, announce=announce), device

@@ -1,0 +1,445 @@
+"""The command line: what it prints, what it refuses and how, and that interrupting it loses nothing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+import bakeoff
+from bakeoff import hardware
+from bakeoff.bench.notation import read_case, split_key, write_case
+from bakeoff.bench.suites import cells
+from bakeoff.cli import main
+from bakeoff.cli.demo import demo_config
+from bakeoff.errors import BakeoffError
+from bakeoff.select import Verdict, find_op, policy, registry
+from bakeoff.select.key import key
+from bakeoff.select.table import Table, read, write
+from tests.unit.verdicts import made
+
+OURS = {**os.environ, "PYTHONPATH": str(Path(bakeoff.__file__).parents[1])}
+SMALL = [
+    "train.device=cpu", "model.d_model=32", "model.layers=1", "model.heads=2", "model.max_seq_len=32",
+    "train.batch_size=2", "train.eval_rows=2", "train.max_seconds=0",
+]  # fmt: skip
+UNTUNED = [*SMALL, "select.tune=false", "train.steps=2"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty table cache and folder to work in."""
+    monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    policy.store.forget()
+    policy.forget()
+    yield tmp_path / "cache"
+    policy.store.forget()
+    policy.forget()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file to train on."""
+    path = tmp_path / "book.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return path
+
+
+def cli(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def ok(*arguments: object) -> str:
+    done = cli(*arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def verdict(shape: str = "x=fp32[4,8]", **us: float) -> Verdict:
+    op = find_op("rms_norm")
+    times = us or {"eager": 2.0, "compiled": 1.0}
+    return made(op, read_case(op, [shape], "cpu"), times, min(times, key=lambda name: times[name]))
+
+
+def keep(path: Path, *verdicts: Verdict, **facts: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stamped = msgspec.structs.replace(hardware.facts("cpu"), **facts)
+    write(path, Table(stamped, {row.key: row for row in verdicts}))
+    return path
+
+
+# Start-up and usage ----------------------------------------------------------------------------------------
+
+
+def test_only_click_is_imported() -> None:
+    code = (
+        "import sys, bakeoff.cli; print({'torch', 'rich', 'msgspec', 'numpy', 'triton'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OURS)
+    assert done.stdout == "set()\n"
+
+
+def test_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bakeoff", "--version"], capture_output=True, text=True, check=True, env=OURS
+    )
+    assert re.fullmatch(r"bakeoff, version [\d.]+\n", done.stdout)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frobnicate"],
+        ["bench", "--budget", "0"],
+        ["bench", "--budget", "nan!"],
+        ["bench", "--suite", "all"],
+        ["explain", "rms_norm", "--regime", "warp"],
+        ["generate"],
+        ["generate", "runs/x", "--top-p", "0"],
+        ["demo", "--seconds", "0"],
+        ["table", "import"],
+        ["train", "--no-such-option"],
+    ],
+)
+def test_wrong_usage_is_2(arguments: list[str]) -> None:
+    done = cli(*arguments)
+    assert done.exit_code == 2
+    assert "Usage:" in done.stderr
+
+
+# Errors: one line, the fix in it, no traceback -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "lm-med"], "did you mean 'llm-med'"),
+        (["train", "llm-med-tiny", "train.stepz=3"], "did you mean train.steps"),
+        (["train", "train.steps=many"], "train.steps: expected int, got 'many'"),
+        (["train", "llm-med-tiny", "steps"], "has no '='"),
+        (["train", "--config", "absent.toml"], "absent.toml"),
+        (["train", *UNTUNED, "select.rms_norm=cobol"], "no candidate 'cobol'; it has eager"),
+        (["train", *UNTUNED, "select.rms_norn=eager"], "did you mean select.rms_norm"),
+        (["train", *UNTUNED, "select.policy=tabel"], "did you mean 'table'"),
+        (["train", *UNTUNED, "--data", "absent.txt"], "can't read absent.txt"),
+        (["train", *UNTUNED, "--resume", "absent"], "absent holds no checkpoint"),
+        (["train", *UNTUNED, "train.device=warp"], "use auto, cpu, cuda"),
+        (["tune", "llm-med-tiny", "--data", "absent.txt"], "can't read absent.txt"),
+        (["tune", "llm-med-huge"], "There are"),
+        (["explain", "rms_nrom"], "did you mean 'rms_norm'"),
+        (["explain", "rms_norm"], "rms_norm needs x, too: write a tensor as x=bf16[8192,4096]"),
+        (["explain", "rms_norm", "x=fp32[4,8]", "y=1"], "no argument 'y'; it has x, weight"),
+        (["explain", "rms_norm", "x=fp23[4,8]"], "no dtype 'fp23'"),
+        (["explain", "rms_norm", "x=int32[4,8]"], "convert it to a floating point dtype"),
+        (["explain", "rms_norm", "x=fp32[4,8]", "weight=fp32[9]"], "expected (8,)"),
+        (["explain", "rms_norm", "x=fp32[4,8]:loose"], "use dense, strided or other"),
+        (["explain", "rms_norm", "x=fp32[4,8]", "--policy", "tabel"], "did you mean 'table'"),
+        (["explain", "rms_norm", "x=fp32[4,8]", "--policy", "strict"], "policy is strict"),
+        (["explain", "rms_norm(x=fp32[4,8"], "is no whole key"),
+        (["explain", "rms_norm", "x=fp32[4,8]", "--regime", "compiled", "--tune"], "on a compiled step"),
+        (["explain", "rms_norm", "x=fp32[4,8]", "--device", "banana"], "use auto, cpu, cuda"),
+        (["bench", "rms_nrom"], "did you mean 'rms_norm'"),
+        (["bench", "--device", "cpu", "--filter", "no such case"], "no case's name or shapes contain"),
+        (["bench", "--device", "cpu", "--regimes", "warp"], "the regimes are eager, graph, compiled"),
+        (["bench", "--device", "cpu", "--regimes", "graph"], "needs a CUDA device"),
+        (
+            ["bench", "--device", "cpu", "--suite", "selection", "--regimes", "eager"],
+            "belongs to --suite ops",
+        ),
+        (["generate", "absent"], "holds no checkpoint"),
+        (["table", "export", "copy.json", "--device", "cpu"], "bakeoff tune RECIPE first"),
+        (["table", "show", "absent.json", "--device", "cpu"], "absent.json can't be read"),
+        (["table", "diff", "absent.json", "--device", "cpu"], "absent.json can't be read"),
+        (["table", "import", "absent.json", "--device", "cpu"], "absent.json can't be read"),
+    ],
+)
+def test_errors_name_the_fix(arguments: list[str], message: str) -> None:
+    done = cli(*arguments)
+    assert done.exit_code == 1, done.output
+    assert message in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line]
+    assert line.startswith("Error: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "holds no bytes"), (b"too short", "need at least 66"), (None, "neither a file nor")],
+)
+def test_bad_data(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "data.bin"
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+    for command in ("train", "tune"):
+        done = cli(command, *UNTUNED, "--data", path)
+        assert done.exit_code == 1
+        assert message in done.stderr
+        assert str(path) in done.stderr
+        assert not Path("runs").exists()
+
+
+def test_debug_shows_the_traceback() -> None:
+    done = cli("--debug", "train", "lm-med")
+    assert isinstance(done.exception, BakeoffError)
+
+
+def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr("bakeoff.cli.listing.run", broken)
+    assert isinstance(cli("ops").exception, KeyError)
+
+
+def test_folders_that_cannot_be_written(tmp_path: Path, text: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    done = cli("train", *UNTUNED, "--data", text, "--out", tmp_path / "file" / "run")
+    assert done.exit_code == 1
+    assert "set train.run_dir" in done.stderr
+    keep(policy.store.path("cpu"), verdict())
+    done = cli("table", "export", tmp_path / "file" / "copy.json", "--device", "cpu")
+    assert done.exit_code == 1
+    assert str(tmp_path / "file") in done.stderr
+    assert (tmp_path / "file").read_text() == "not a folder"
+
+
+# train, generate -------------------------------------------------------------------------------------------
+
+
+def test_print_config_is_read_back(tmp_path: Path) -> None:
+    first = ok(
+        "train", "llm-med", "train.steps=7", "select.rms_norm=eager", "--data", "a b.txt", "--print-config"
+    )
+    (tmp_path / "mine.toml").write_text(first)
+    assert ok("train", "--config", tmp_path / "mine.toml", "--print-config") == first
+    assert "steps = 7" in first
+    assert 'path = "a b.txt"' in first
+
+
+def test_train_resume_generate(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "run"
+    first = ok("train", *UNTUNED, "--data", text, "--out", out)
+    assert "held-out bits per byte: " in first
+    assert "rms_norm(x=fp32[64,32]'" in first  # the selection table
+    assert f"bakeoff generate {out}" in first
+    again = ok("train", *SMALL, "select.tune=false", "train.steps=3", "--data", text, "--out", out)
+    assert "3 steps" in again
+    done = cli("train", *UNTUNED, "--data", text, "--out", out, "--resume", "never")
+    assert done.exit_code == 1
+    assert "already holds a run" in done.stderr
+
+    written = ok("generate", out, "--device", "cpu", "--prompt", "the", "--max-new", 40, "--seed", 3)
+    assert written.startswith("the")
+    assert written == ok("generate", out, "--device", "cpu", "--prompt", "the", "--max-new", 40, "--seed", 3)
+    assert written != ok("generate", out, "--device", "cpu", "--prompt", "the", "--max-new", 40, "--seed", 4)
+    likeliest = ok("generate", out, "--device", "cpu", "--max-new", 5, "--temperature", 0, "--prompt", "")
+    assert likeliest == ok(
+        "generate", out, "--device", "cpu", "--max-new", 5, "--temperature", 0, "--seed", 9, "--prompt", ""
+    )
+
+
+def test_generated_text_cannot_drive_the_terminal() -> None:
+    import torch
+
+    from bakeoff.cli.generating import continuation
+
+    class Parrot(torch.nn.Linear):
+        def stream(self, ids: torch.Tensor, max_new: int, **sampling: object) -> Iterator[torch.Tensor]:
+            yield from (torch.tensor([byte]) for byte in "é€\n\t\x1b[31m\x07\x9bok".encode() + b"\xff\xc3")
+
+    assert "".join(continuation(Parrot(1, 1), "x", 99)) == "é€\n\t\ufffd[31m\ufffd\ufffdok\ufffd\ufffd"
+
+
+def test_demo_config_fits_the_device(tmp_path: Path) -> None:
+    cpu, gpu = (demo_config(device, None, None, None, quick=False) for device in ("cpu", "cuda:0"))
+    assert (cpu.recipe, cpu.train.max_seconds, cpu.select.budget_s) == ("llm-med-tiny", 60, 30)
+    assert (gpu.recipe, gpu.train.max_seconds) == ("llm-med", 120)
+    assert cpu.train.steps == gpu.train.steps == 0
+    own = demo_config("cpu", 5.0, "book.txt", tmp_path, quick=True)
+    assert (own.train.max_seconds, own.data.path, own.train.run_dir) == (5, "book.txt", str(tmp_path))
+
+
+# explain, ops ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "rotary"])
+def test_cases_survive_being_written(name: str) -> None:
+    op = find_op(name)
+    for cell in cells(op, "cpu"):
+        again = read_case(op, write_case(op, cell.case).split(" "), "cpu")
+        assert key(op, again, "eager") == key(op, cell.case, "eager")
+
+
+def test_explain_finds_the_verdict() -> None:
+    row = verdict("x=fp32[4,8]'")
+    keep(policy.store.path("cpu"), row)
+    for words in (["rms_norm", "x=fp32[4,8]'"], ["rms_norm", "x=fp32[4,8]", "--grad"], [row.key]):
+        out = ok("explain", *words, "--device", "cpu")
+        assert row.key in out
+        assert re.search(r"compiled +0\.0010 .* yes +made to win", out)
+        assert re.search(r"triton +- .*made to be out", out)
+        assert "user cache" in out
+    assert "no verdict for this key" in ok("explain", "rms_norm", "x=fp32[4,8]", "--device", "cpu")
+    found = json.loads(ok("explain", "rms_norm", "x=fp32[4,8]'", "--device", "cpu", "--json"))
+    assert (found["choice"], found["source"]) == ("compiled", "user cache")
+    assert {r["candidate"] for r in found["rows"]} == set(find_op("rms_norm").by_name)
+    assert "made to win" not in ok("explain", row.key, "--policy", "off")
+
+
+def test_explain_reads_any_key() -> None:
+    op = find_op("rms_norm")
+    for regime in ("eager", "graph", "compiled"):
+        case = read_case(op, ["x=bf16[8192,4096]'", "weight=fp32[4096]", "eps=1e-5"], "cpu")
+        text = key(op, case, regime)
+        parts = split_key(text)
+        assert parts is not None
+        assert parts[0] == "rms_norm"
+        assert parts[2:] == ("cpu", regime)
+        assert key(op, read_case(op, parts[1], "cpu"), regime) == text
+
+
+def test_ops_lists_every_candidate() -> None:
+    listed = json.loads(ok("ops", "--device", "cpu", "--json"))
+    assert {row["op"] for row in listed} == set(registry)
+    op = find_op("rms_norm")
+    rows = [row for row in listed if row["op"] == "rms_norm"]
+    assert [row["candidate"] for row in rows] == list(op.by_name)
+    eager, triton = (next(row for row in rows if row["candidate"] == name) for name in ("eager", "triton"))
+    assert eager["available"]
+    assert not triton["available"]
+    assert triton["reasons"]
+    assert eager["source_hash"] == op.incumbent.source_hash
+    out = ok("ops", "--device", "cpu")
+    assert all(name in out for name in op.by_name)
+
+
+# table -----------------------------------------------------------------------------------------------------
+
+
+def test_table_path_show(cache: Path) -> None:
+    path = Path(ok("table", "path", "--device", "cpu").strip())
+    assert path.parent == cache
+    assert "no verdicts yet" in ok("table", "show", "--device", "cpu")
+    row = verdict()
+    keep(path, row)
+    for words in (["table", "show"], ["explain"]):
+        out = ok(*words, "--device", "cpu")
+        assert row.key in out
+        assert "in force" in out
+    stale = ok("table", "show", keep(cache / "old.json", row, torch="2.11.0"), "--device", "cpu")
+    assert "stale: torch 2.11.0" in stale
+    foreign = ok("table", "show", keep(cache / "foreign.json", row, device="NVIDIA B300"), "--device", "cpu")
+    assert "another machine's" in foreign
+
+
+def test_table_export_import(cache: Path, tmp_path: Path) -> None:
+    own, copy = policy.store.path("cpu"), tmp_path / "copy.json"
+    keep(own, verdict())
+    ok("table", "export", copy, "--device", "cpu")
+    assert read(copy) == read(own)
+    keep(own, verdict("x=fp32[4,16]"))
+    policy.store.forget()
+    ok("table", "import", copy, "--device", "cpu")
+    assert set(read(own).rows) == {verdict().key, verdict("x=fp32[4,16]").key}
+
+
+def test_table_import_refuses_what_says_nothing_here(cache: Path, tmp_path: Path) -> None:
+    own = keep(policy.store.path("cpu"), verdict())
+    before = own.read_bytes()
+    foreign = keep(tmp_path / "foreign.json", verdict(), device="NVIDIA B300")
+    for words in ([], ["--replace"]):
+        done = cli("table", "import", foreign, "--device", "cpu", *words)
+        assert done.exit_code == 1
+        assert "measured on NVIDIA B300" in done.stderr
+    older = keep(tmp_path / "older.json", verdict("x=fp32[4,16]"), torch="2.11.0")
+    done = cli("table", "import", older, "--device", "cpu")
+    assert done.exit_code == 1
+    assert "--replace" in done.stderr
+    assert own.read_bytes() == before
+    assert "the old table is" in ok("table", "import", older, "--replace", "--device", "cpu")
+    assert read(own) == read(older)
+    (aside,) = cache.glob("*.before-*")
+    assert aside.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"schema":2}', b"[" * 100_000, b"\xff\xfe", b'{"facts":{},"rows":{}}']
+)
+def test_hostile_table_files(tmp_path: Path, content: bytes) -> None:
+    own = keep(policy.store.path("cpu"), verdict())
+    before = own.read_bytes()
+    path = tmp_path / "hostile.json"
+    path.write_bytes(content)
+    for words in (["show"], ["import"], ["import", "--replace"], ["diff"]):
+        done = cli("table", words[0], path, *words[1:], "--device", "cpu")
+        assert done.exit_code == 1, done.output
+        assert done.stderr.startswith(f"Error: {path} is not a table of this version")
+    assert own.read_bytes() == before
+    assert path.read_bytes() == content
+
+
+def test_table_diff(tmp_path: Path) -> None:
+    shapes = {
+        name: f"x=fp32[4,{size}]" for size, name in enumerate(("same", "faster", "other", "left", "right"), 8)
+    }
+    a = keep(
+        tmp_path / "a.json",
+        verdict(shapes["same"]), verdict(shapes["faster"]), verdict(shapes["other"]), verdict(shapes["left"]),
+    )  # fmt: skip
+    b = keep(
+        tmp_path / "b.json",
+        verdict(shapes["same"], eager=2.0, compiled=1.01), verdict(shapes["faster"], eager=2.0, compiled=0.5),
+        verdict(shapes["other"], eager=0.7, compiled=1.0), verdict(shapes["right"]),
+    )  # fmt: skip
+    out = ok("table", "diff", a, b)
+    found = {
+        name: [line for line in out.splitlines() if f"[4,{size}]" in line]
+        for size, name in enumerate(shapes, 8)
+    }
+    assert found["same"] == []
+    assert found["faster"][0].endswith("compiled 0.0010 ms -> compiled 0.0005 ms (0.50 times)")
+    assert found["other"][0].endswith("compiled 0.0010 ms -> eager 0.0007 ms")
+    assert found["left"][0].startswith(f"only in {a}")
+    assert found["right"][0].startswith(f"only in {b}")
+    assert "4 of 5 keys differ" in out
+    assert "0 of 4 keys differ" in ok("table", "diff", a, a)
+
+
+# Ctrl-C ----------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_while_tuning(cache: Path, text: Path) -> None:
+    keep(policy.store.path("cpu"), verdict())
+    before = policy.store.path("cpu").read_bytes()
+    command = [sys.executable, "-m", "bakeoff", "tune", *UNTUNED, "--data", str(text)]
+    environment = {**OURS, "BAKEOFF_CACHE": str(cache)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 60
+    workers: list[str] = []
+    while not workers and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+        workers = children.read_text().split() if children.exists() else []
+    assert workers, process.communicate(timeout=60)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "Interrupted" in error
+    assert "Traceback" not in error
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers), "a worker was left behind"
+    table = read(policy.store.path("cpu"))
+    assert set(table.rows) >= {verdict().key}
+    assert policy.store.path("cpu").read_bytes() == before or len(table.rows) > 1
