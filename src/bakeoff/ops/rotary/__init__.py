@@ -1,0 +1,59 @@
+"""Rotary position embedding of queries and keys in one pass."""
+
+import torch
+
+from bakeoff.ops.rotary.op import OP
+from bakeoff.ops.rotary.reference import rotary_tables
+
+__all__ = ["OP", "rotary", "rotary_tables"]
+
+
+def rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    position_ids: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates the first R dimensions of every head of `q` and `k` by its position.
+
+    A pair (a, b) at position p becomes (a cos[p, i] - b sin[p, i], b cos[p, i] + a sin[p, i]), the i-th pair
+    being dimensions (i, i + R/2), or (2 i, 2 i + 1) with `interleaved`. Dimensions from R on pass through
+    unchanged. All heads of a position turn alike, so that a query and a key meet at the angle of their
+    distance.
+
+    Args:
+        q: [B, T, H, D], float16, bfloat16, float32 or float64. Views are taken as they are, without a copy,
+            while their last dimension is contiguous: slices of a fused projection, a transposed [B, H, T, D].
+        k: [B, T, Hk, D] of the same dtype; Hk may differ from H (grouped queries).
+        cos: [S, R/2] with R <= D, S >= T; float32 or any other floating dtype. Without `position_ids` token t
+            takes row t, so a table made for the longest sequence serves every shorter one.
+        sin: as `cos`.
+        interleaved: pairs are neighbours (GPT-J) instead of halves (GPT-NeoX, Llama).
+        position_ids: int32 or int64, [T] or [B, T]: the row of each token. Values are not checked, which
+            would stop the GPU; a token whose id is outside 0..S-1 becomes NaN in the rotated dimensions.
+        impl: the candidate to run; by default the selected one.
+
+    Returns:
+        (q', k') of the arguments' shapes and dtypes, newly allocated and dense. The Triton candidate gives
+        back a transposed [B, H, T, D] for one; everything else lies in the order [B, T, H, D].
+
+    Raises:
+        ValueError: shapes that don't fit; the message says what was expected.
+        TypeError: dtypes that don't fit.
+        bakeoff.errors.Unsupported: `impl` can't take these arguments; the message gives every reason.
+
+    Source: Su et al. 2021, RoFormer, section 3.4.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(2, 16, 8, 64), torch.randn(2, 16, 2, 64)
+        >>> cos, sin = rotary_tables(16, 64)
+        >>> turned, _ = rotary(q, k, cos, sin)
+        >>> bool(torch.allclose(turned.norm(dim=-1), q.norm(dim=-1)))
+        True
+    """
+    return OP(q, k, cos, sin, interleaved, position_ids, impl=impl)  # type: ignore[no-any-return]

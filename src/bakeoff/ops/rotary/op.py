@@ -1,0 +1,338 @@
+"""The declaration of `rotary`: candidates, checks, buckets, cost, cases."""
+
+import os
+from math import prod
+
+import torch
+
+from bakeoff.ops.rotary.reference import reference, rotary_tables, table_rows
+from bakeoff.select.compiled import compiled as compile_formula
+from bakeoff.select.compiled import compiler_missing
+from bakeoff.select.key import layout, round_rows, with_layout
+from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
+
+__all__ = ["OP", "compiled", "eager"]
+
+_NATIVE = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_HEAD = 16384  # a wider head would not fit one program's registers
+
+
+def eager(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    position_ids: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain PyTorch: a rotation is a complex product, which takes three kernels a tensor instead of nine.
+
+    Inside torch.compile it is the reference instead: Inductor fuses that, but no complex numbers.
+    """
+    if torch.compiler.is_compiling():
+        return reference(q, k, cos, sin, interleaved, position_ids)
+    wide = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), torch.float32)
+    turn = torch.complex(
+        table_rows(cos, q.shape[1], position_ids).to(wide), table_rows(sin, q.shape[1], position_ids).to(wide)
+    )
+    return _turned(q, turn, interleaved), _turned(k, turn, interleaved)
+
+
+def _turned(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    if x.numel() == 0:
+        return x.clone()  # no strides to speak of
+    half = turn.shape[-1]
+    pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
+    if not interleaved:
+        pairs = pairs.transpose(-1, -2)
+    # With a memory format, cast and rearrangement are one kernel; without a cast there is only the latter.
+    pairs = pairs.to(turn.real.dtype, memory_format=torch.contiguous_format).contiguous()
+    turned = torch.view_as_real(torch.view_as_complex(pairs) * turn)
+    if not interleaved:
+        turned = turned.transpose(-1, -2)
+    turned = turned.to(x.dtype, memory_format=torch.contiguous_format).flatten(-2)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+compiled = compile_formula(reference)
+
+
+def check(case: Case) -> None:
+    """Raises when the arguments don't fit together."""
+    for name in ("q", "k"):
+        meta = case.args[name]
+        if not isinstance(meta, TensorMeta) or len(meta.shape) != 4:
+            raise ValueError(f"rotary: {name} has shape {_shape(meta)}, expected [B, T, H, D]")
+        if not meta.dtype.is_floating_point:
+            raise TypeError(f"rotary: {name} is {meta.dtype}, expected a floating dtype: cast it first")
+    q, k, cos, sin = case.q, case.k, case.cos, case.sin
+    B, T, _, D = q.shape
+    if (k.shape[0], k.shape[1], k.shape[3]) != (B, T, D):
+        raise ValueError(f"rotary: k has shape {k.shape}, expected [{B}, {T}, Hk, {D}] as q is {q.shape}")
+    if k.dtype != q.dtype:
+        raise TypeError(f"rotary: q is {q.dtype} and k {k.dtype}: cast one of them")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not isinstance(table, TensorMeta) or len(table.shape) != 2:
+            raise ValueError(f"rotary: {name} has shape {_shape(table)}, expected [S, R/2], S positions")
+        if not table.dtype.is_floating_point:
+            raise TypeError(f"rotary: {name} is {table.dtype}, expected a floating dtype: cast it first")
+    if sin.shape != cos.shape or sin.dtype != cos.dtype:
+        raise ValueError(
+            f"rotary: sin is {sin.dtype}{list(sin.shape)}, expected {cos.dtype}{list(cos.shape)} as cos"
+        )
+    half = cos.shape[1]
+    if not 1 <= half <= D // 2:
+        raise ValueError(
+            f"rotary: cos has {half} columns, expected R/2 with 2 <= R <= D = {D}: one column a rotated pair "
+            f"(tables that repeat the angles to full width must be cut: cos[:, :{D // 2}])"
+        )
+    if not isinstance(case.interleaved, bool):
+        raise TypeError(f"rotary: interleaved is {case.interleaved!r}, expected True or False")
+    _check_positions(case.position_ids, cos.shape[0], B, T)
+
+
+def _check_positions(ids: object, rows: int, B: int, T: int) -> None:
+    if ids is None:
+        if rows < T:
+            raise ValueError(
+                f"rotary: cos has {rows} rows for T = {T} positions: make the tables at least {T} long, "
+                f"or give position_ids"
+            )
+        return
+    if not isinstance(ids, TensorMeta) or ids.shape not in ((T,), (B, T)):
+        raise ValueError(
+            f"rotary: position_ids has shape {_shape(ids)}, expected [{T}] or [{B}, {T}] "
+            f"(one row for all sequences: position_ids[0])"
+        )
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"rotary: position_ids is {ids.dtype}, expected int32 or int64")
+    if rows == 0 and B * T > 0:
+        raise ValueError("rotary: cos has no rows, so no position_ids can be in it")
+
+
+def _shape(value: object) -> str:
+    return str(value.shape) if isinstance(value, TensorMeta) else f"none, being {type(value).__name__}"
+
+
+def bucket(case: Case) -> Case:
+    """Rounds B, T and the tables' length; makes q and k dense, cut from a fused projection, or head-major.
+
+    `position_ids` of one row stand for equal rows: their cost differs by 8 bytes a token, and every q and k
+    item then has its own row.
+    """
+    B, T, H, D = case.q.shape
+    B, T = round_rows(B), round_rows(T)
+    ids = case.position_ids
+    rows = T if ids is None else max(T, round_rows(case.cos.shape[0]))
+    half = case.cos.shape[1]
+    return case.replace(
+        q=_canonical(case.q, (B, T, H, D)),
+        k=_canonical(case.k, (B, T, case.k.shape[2], D)),
+        cos=with_layout(case.cos, (rows, half)),
+        sin=with_layout(case.sin, (rows, half)),
+        position_ids=None if ids is None else TensorMeta.dense((B, T), ids.dtype),
+    )
+
+
+def _canonical(meta: TensorMeta, shape: tuple[int, int, int, int]) -> TensorMeta:
+    if layout(meta, 2) == "other":
+        return _head_major(shape, meta.dtype, meta.requires_grad)
+    return with_layout(meta, shape, 2)
+
+
+def _head_major(shape: tuple[int, ...], dtype: torch.dtype, grad: bool) -> TensorMeta:
+    """A dense [B, H, T, D] seen as [B, T, H, D]."""
+    _, T, H, D = shape
+    return TensorMeta(shape, dtype, (H * T * D, D, T * D, 1), grad)
+
+
+def cost(case: Case) -> Cost:
+    """Read and write q and k, read the table rows in use once; 3 FLOPs a rotated element."""
+    B, T, H, _ = case.q.shape
+    ids = case.position_ids
+    rows = T if ids is None else min(case.cos.shape[0], prod(ids.shape))
+    tables = 2 * rows * case.cos.shape[1] * case.cos.dtype.itemsize + (ids.nbytes if ids else 0)
+    flops = 6 * case.cos.shape[1] * B * T
+    total = Cost(2 * (case.q.nbytes + case.k.nbytes) + tables, flops * (H + case.k.shape[2]))
+    back = [meta for meta in (case.q, case.k) if meta.requires_grad]
+    if not back:
+        return total
+    return Cost(
+        total.bytes + sum(2 * meta.nbytes for meta in back) + tables,
+        total.flops + sum(flops * meta.shape[2] for meta in back),
+    )
+
+
+def cases() -> list[Case]:
+    """The published set-up and language models from small to large, then every option and layout once."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    return [
+        _case("small", 16, 256, 8, 8, 48, bf16),
+        _case("llm-med", 48, 512, 8, 8, 48, bf16),
+        _case("large", 4, 4096, 32, 32, 128, bf16),
+        _case("grouped", 4, 4096, 32, 8, 128, bf16),
+        _case("multi-query", 8, 2048, 16, 1, 64, bf16),
+        _case("short", 256, 64, 12, 12, 64, bf16),
+        _case("decode", 64, 1, 32, 8, 128, bf16, ids=True, grad=False),
+        _case("half", 8, 1024, 16, 16, 64, fp16),
+        _case("single", 8, 1024, 16, 16, 64, fp32),
+        _case("interleaved", 4, 2048, 16, 16, 128, bf16, interleaved=True),
+        _case("partial", 4, 2048, 32, 8, 128, bf16, rotated=32),
+        _case("packed", 4, 2048, 32, 8, 128, bf16, ids=True),
+        _case("fused projection", 4, 2048, 32, 8, 128, bf16, form="strided"),
+        _case("head-major", 4, 2048, 16, 16, 128, bf16, form="other"),
+        _case("narrow tables", 4, 2048, 16, 16, 128, bf16, table=bf16),
+        _case("odd", 3, 1001, 5, 3, 45, bf16, rotated=30),
+    ]
+
+
+def _case(
+    name: str,
+    B: int,
+    T: int,
+    H: int,
+    HK: int,
+    D: int,
+    dtype: torch.dtype,
+    *,
+    rotated: int | None = None,
+    interleaved: bool = False,
+    ids: bool = False,
+    form: str = "dense",
+    table: torch.dtype = torch.float32,
+    grad: bool = True,
+) -> Case:
+    half = (rotated or D) // 2
+    if form == "strided":  # [q | k | v] of one projection
+        step = (H + 2 * HK) * D
+        q, k = (TensorMeta((B, T, n, D), dtype, (T * step, step, D, 1), grad) for n in (H, HK))
+    elif form == "other":
+        q, k = (_head_major((B, T, n, D), dtype, grad) for n in (H, HK))
+    else:
+        q, k = (TensorMeta.dense((B, T, n, D), dtype, grad=grad) for n in (H, HK))
+    return Case(
+        {
+            "q": q,
+            "k": k,
+            "cos": TensorMeta.dense((T, half), table),
+            "sin": TensorMeta.dense((T, half), table),
+            "interleaved": interleaved,
+            "position_ids": TensorMeta.dense((B, T), torch.int64) if ids else None,
+        },
+        "cuda",
+        name,
+    )
+
+
+def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> torch.Tensor | None:
+    """Tables of real angles, starting at position 1 so that no row is the identity; ids below T."""
+    if name == "position_ids":
+        # Every table in a contest has at least T rows.
+        high = max(meta.shape[-1], 1)
+        return torch.randint(high, meta.shape, generator=generator, dtype=meta.dtype, device=generator.device)
+    if name in ("cos", "sin"):
+        length, half = meta.shape
+        positions = torch.arange(1, length + 1, device=generator.device)
+        return rotary_tables(positions, 2 * half, dtype=meta.dtype)[name == "sin"]
+    return None
+
+
+def heuristic(case: Case, regime: str) -> str:
+    """Triton on a GPU; plain PyTorch on the CPU, and where Inductor can fuse it with its neighbours."""
+    fused = case.device.startswith("cuda") and regime != "compiled" and _triton_cannot(case) is None
+    return "triton" if fused else "eager"
+
+
+def _tables_want_grad(case: Case) -> bool:
+    return bool(case.cos.requires_grad or case.sin.requires_grad)
+
+
+def _triton_cannot(case: Case) -> str | None:
+    if not case.device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"runs on a GPU, not on {case.device}"
+    if case.q.dtype not in _NATIVE or case.cos.dtype not in _NATIVE:
+        return "computes in float32, not in float64"
+    if _tables_want_grad(case):
+        return "gradient of cos and sin"
+    if case.q.shape[-1] > _MOST_HEAD:
+        return f"head dimension over {_MOST_HEAD}"
+    return None
+
+
+def _peer_cannot(case: Case) -> str | None:
+    if not case.device.startswith("cuda"):
+        return f"runs on a GPU, not on {case.device}"
+    if case.q.dtype not in _NATIVE or case.cos.dtype not in _NATIVE:
+        return "no float64"
+    if _tables_want_grad(case):
+        return "gradient of cos and sin"
+    if case.position_ids is not None:
+        return "takes no position_ids"
+    if 0 in case.q.shape or 0 in case.k.shape:
+        return "empty tensor"
+    return None
+
+
+def _liger_cannot(case: Case) -> str | None:
+    return "pairs are halves only" if case.interleaved else _peer_cannot(case)
+
+
+def _quack_cannot(case: Case) -> str | None:
+    D, half = case.q.shape[-1], case.cos.shape[-1]
+    if D > 512 or D % 8 or half % 4:
+        return "needs D <= 512, D and R multiples of 8"
+    return _peer_cannot(case)
+
+
+def _fla_cannot(case: Case) -> str | None:
+    if case.q.dtype != case.cos.dtype:
+        return "needs cos and sin in the dtype of q"
+    return "needs D <= 256" if case.q.shape[-1] > 256 else _peer_cannot(case)
+
+
+_HERE = "bakeoff.ops.rotary"
+
+OP = Op(
+    name="rotary",
+    reference=reference,
+    candidates=(
+        Candidate("eager", f"{_HERE}.op:eager", sources=(f"{_HERE}.reference",)),
+        Candidate(
+            "compiled", f"{_HERE}.op:compiled", supports=compiler_missing, sources=(f"{_HERE}.reference",)
+        ),
+        Candidate(
+            "triton",
+            f"{_HERE}.autograd:rotary",
+            supports=_triton_cannot,
+            requires=("triton",),
+            launches="bakeoff.launch:launches",
+            sources=(f"{_HERE}.kernels", "bakeoff.launch"),
+        ),
+        Candidate(
+            "liger",
+            f"{_HERE}.peers:liger",
+            supports=_liger_cannot,
+            requires=("liger_kernel", "triton"),
+            traceable=False,
+        ),
+        Candidate(
+            "quack",
+            f"{_HERE}.peers:quack",
+            supports=_quack_cannot,
+            requires=("quack",),
+            traceable=False,
+            min_capability=(9, 0),
+        ),
+        Candidate(
+            "fla", f"{_HERE}.peers:fla", supports=_fla_cannot, requires=("fla", "triton"), traceable=False
+        ),
+    ),
+    check=check,
+    bucket=bucket,
+    cost=cost,
+    cases=cases,
+    heuristic=heuristic,
+    features={"q": 2, "k": 2, "cos": 1, "sin": 1, "position_ids": 0},
+    batched=frozenset({"q", "k", "position_ids"}),
+    draw=draw,
+)

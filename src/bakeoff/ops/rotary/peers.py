@@ -1,0 +1,65 @@
+"""Third-party rotary embeddings behind the op's signature. What the adaptation costs counts as theirs.
+
+Written against liger-kernel 0.8.5, quack-kernels 0.6.5 and fla-core 0.6.0.
+"""
+
+from typing import Any
+
+import torch
+
+__all__ = ["fla", "liger", "quack"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Liger(torch.autograd.Function):
+    """Liger's kernels turn their arguments in place, also the incoming gradients: they get copies."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Pair:
+        from liger_kernel.ops.rope import rope_forward
+
+        rotated = 2 * cos.shape[1]
+        q, k, cos, sin = rope_forward(*_copies(q, k), cos, sin, rotary_dim=rotated)
+        ctx.save_for_backward(cos, sin)
+        ctx.rotated = rotated
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from liger_kernel.ops.rope import rope_backward
+
+        dq, dk = rope_backward(*_copies(dq, dk), *ctx.saved_tensors, rotary_dim=ctx.rotated)
+        return dq.transpose(1, 2), dk.transpose(1, 2), None, None
+
+
+def _copies(q: torch.Tensor, k: torch.Tensor) -> Pair:
+    """New dense [B, T, H, D], seen as the [B, H, T, D] that Liger expects."""
+    dense = torch.contiguous_format
+    return q.clone(memory_format=dense).transpose(1, 2), k.clone(memory_format=dense).transpose(1, 2)
+
+
+def liger(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: object) -> Pair:
+    """Liger-Kernel: one launch for q and k, in place, one program a token."""
+    T = q.shape[1]
+    turned: Pair = _Liger.apply(q, k, cos[:T], sin[:T])  # type: ignore[no-untyped-call]
+    return turned
+
+
+def quack(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, _: None
+) -> Pair:
+    """QuACK (CuTe DSL): one launch for q, one for k."""
+    from quack.rotary import apply_rotary_emb
+
+    return apply_rotary_emb(q, cos, sin, interleaved), apply_rotary_emb(k, cos, sin, interleaved)
+
+
+def fla(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, _: None
+) -> Pair:
+    """flash-linear-attention: one launch for q, one for k."""
+    from fla.modules.rotary import rotary_embedding
+
+    return rotary_embedding(q, cos, sin, interleaved), rotary_embedding(k, cos, sin, interleaved)

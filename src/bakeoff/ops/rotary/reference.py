@@ -1,0 +1,86 @@
+"""The definition of `rotary` in plain PyTorch, and the tables it takes."""
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["reference", "rotary_tables", "table_rows"]
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    position_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pair (a, b) of each head, at its position, becomes (a cos - b sin, b cos + a sin).
+
+    Shapes and dtypes as in `bakeoff.ops.rotary`. Computed in the widest of the arguments' dtypes, at least
+    float32, and cast once.
+    """
+    c = table_rows(cos, q.shape[1], position_ids)
+    s = table_rows(sin, q.shape[1], position_ids)
+    return _rotated(q, c, s, interleaved), _rotated(k, c, s, interleaved)
+
+
+def table_rows(table: torch.Tensor, length: int, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """The row of each token, [T, 1, R/2] or [B, T, 1, R/2]: NaN where an id is outside the table."""
+    if position_ids is None:
+        return table[:length].unsqueeze(-2)
+    last = table.shape[0] - 1
+    nearest = position_ids.clamp(0, last)
+    rows = F.embedding(nearest, table)
+    return rows.masked_fill((nearest != position_ids).unsqueeze(-1), torch.nan).unsqueeze(-2)
+
+
+def _rotated(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    half = c.shape[-1]
+    wide = torch.promote_types(torch.promote_types(x.dtype, c.dtype), torch.float32)
+    pairs, dim = ((half, 2), -1) if interleaved else ((2, half), -2)
+    a, b = x[..., : 2 * half].to(wide).unflatten(-1, pairs).unbind(dim)
+    turned = torch.stack((a * c - b * s, b * c + a * s), dim).flatten(-2).to(x.dtype)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+def rotary_tables(
+    positions: int | torch.Tensor,
+    dim: int,
+    base: float = 10000.0,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tables (cos, sin) for `rotary`: angle[t, i] = position[t] * base ** (-2 i / dim).
+
+    Args:
+        positions: a length T, for positions 0 to T-1, or a tensor [T] of positions, not necessarily whole
+            (position interpolation scales them).
+        dim: R, how many dimensions of each head are rotated; even.
+        base: the longest wavelength is about 2 pi base positions.
+        device: where the tables shall be; by default where `positions` is, else PyTorch's default device.
+        dtype: of the tables. Angles are computed in float64, so that far positions stay exact.
+
+    Returns:
+        cos and sin, each [T, R/2].
+
+    Raises:
+        ValueError: `dim` is not even and positive, or `positions` is not one-dimensional.
+
+    Source: Su et al. 2021, RoFormer, section 3.4.2.
+
+    Example:
+        >>> cos, sin = rotary_tables(512, 64)
+        >>> tuple(cos.shape), float(cos[0, 0]), float(sin[0, 0])
+        ((512, 32), 1.0, 0.0)
+    """
+    if dim <= 0 or dim % 2:
+        raise ValueError(f"dim is the number of rotated dimensions, even and positive, not {dim}")
+    if isinstance(positions, torch.Tensor):
+        if positions.dim() != 1:
+            raise ValueError(f"positions has shape {tuple(positions.shape)}, expected [T]")
+        at = positions.to(device=device, dtype=torch.float64)
+    else:
+        at = torch.arange(positions, device=device, dtype=torch.float64)
+    exponent = torch.arange(0, dim, 2, device=at.device, dtype=torch.float64) / -dim
+    angle = torch.outer(at, torch.pow(base, exponent))
+    return angle.cos().to(dtype), angle.sin().to(dtype)

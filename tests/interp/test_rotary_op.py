@@ -1,0 +1,228 @@
+"""What surrounds the rotary kernels: definition, tables, public call, checks, declaration, torch.compile."""
+
+import doctest
+import math
+
+import pytest
+import torch
+
+from bakeoff.errors import Unsupported
+from bakeoff.ops.rotary import OP, rotary, rotary_tables
+from bakeoff.ops.rotary.autograd import Rotary, _registered
+from bakeoff.ops.rotary.op import eager
+from bakeoff.ops.rotary.reference import reference
+from bakeoff.select.key import layout, with_layout
+from bakeoff.select.op import Case, TensorMeta
+from bakeoff.select.verify import verify, yardsticks
+
+
+def tensors(B, T, H, HK, D, form="dense"):
+    """Leaves q and k: dense, transposed from [B, H, T, D], or cut from a fused projection."""
+    if form == "head-major":
+        q, k = (torch.randn(B, n, T, D).transpose(1, 2) for n in (H, HK))
+    elif form == "fused":
+        q, k = torch.randn(B, T, H + 2 * HK, D).split([H, HK, HK], 2)[:2]
+    else:
+        q, k = (torch.randn(B, T, n, D) for n in (H, HK))
+    return q.detach().requires_grad_(), k.detach().requires_grad_()
+
+
+@pytest.mark.parametrize("fn", [reference, eager])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradcheck_also_of_the_tables(fn, interleaved):
+    q, k = (torch.randn(2, 3, n, 6, dtype=torch.float64, requires_grad=True) for n in (2, 1))
+    cos, sin = (torch.randn(5, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    ids = torch.randint(5, (2, 3))
+    assert torch.autograd.gradcheck(lambda *a: fn(*a, interleaved, None), (q, k, cos, sin))
+    assert torch.autograd.gradcheck(lambda *a: fn(*a, interleaved, ids), (q, k, cos, sin))
+
+
+def test_tables():
+    cos, sin = rotary_tables(100_000, 8)
+    assert cos.dtype == sin.dtype == torch.float32
+    angle = torch.tensor(99_999.0, dtype=torch.float64)
+    assert abs(sin[-1, 0].double() - angle.sin()) < 1e-7
+    some, _ = rotary_tables(torch.tensor([0.0, 0.5, 7.0]), 8, base=500.0, dtype=torch.float64)
+    assert some[1, 1].item() == pytest.approx(math.cos(0.5 * 500.0 ** (-2 / 8)))
+    assert torch.equal(some[0], torch.ones(4, dtype=torch.float64))
+    with pytest.raises(ValueError, match="even and positive, not 7"):
+        rotary_tables(4, 7)
+    with pytest.raises(ValueError, match=r"expected \[T\]"):
+        rotary_tables(torch.zeros(2, 2), 8)
+
+
+def test_public_call_runs_triton_by_name():
+    q, k = tensors(2, 3, 4, 2, 8)
+    cos, sin = rotary_tables(3, 8)
+    turned = rotary(q, k, cos, sin, interleaved=True, impl="triton")
+    assert "Rotary" in type(turned[0].grad_fn).__name__
+    torch.testing.assert_close(turned, rotary(q, k, cos, sin, interleaved=True, impl="eager"))
+    torch.testing.assert_close(turned, rotary(q, k, cos, sin, interleaved=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"q": torch.zeros(3, 4, 8)}, ValueError, r"q has shape \(3, 4, 8\), expected \[B, T, H, D\]"),
+        ({"k": torch.zeros(2, 3, 2, 6)}, ValueError, r"k has shape .*expected \[2, 3, Hk, 8\]"),
+        ({"k": torch.zeros(2, 3, 2, 8, dtype=torch.float16)}, TypeError, "cast one of them"),
+        ({"q": torch.zeros(2, 3, 4, 8, dtype=torch.int64)}, TypeError, "expected a floating dtype"),
+        ({"cos": torch.zeros(3, 1, 4)}, ValueError, r"cos has shape \(3, 1, 4\), expected \[S, R/2\]"),
+        ({"sin": torch.zeros(4, 4)}, ValueError, r"sin is torch.float32\[4, 4\], expected .*\[3, 4\] as cos"),
+        ({"cos": torch.zeros(3, 8), "sin": torch.zeros(3, 8)}, ValueError, r"must be cut: cos\[:, :4\]"),
+        ({"cos": torch.zeros(3, 0), "sin": torch.zeros(3, 0)}, ValueError, "cos has 0 columns"),
+        ({"cos": torch.zeros(2, 4), "sin": torch.zeros(2, 4)}, ValueError, "2 rows for T = 3"),
+        ({"position_ids": torch.zeros(1, 3, dtype=torch.int64)}, ValueError, r"position_ids\[0\]"),
+        ({"position_ids": torch.zeros(3)}, TypeError, "expected int32 or int64"),
+        ({"interleaved": 1}, TypeError, "interleaved is 1"),
+    ],
+)
+def test_bad_arguments_name_the_fix(change, error, text):
+    cos, sin = rotary_tables(3, 8)
+    call = {"q": torch.zeros(2, 3, 4, 8), "k": torch.zeros(2, 3, 2, 8), "cos": cos, "sin": sin} | change
+    q, k, cos, sin = (call.pop(name) for name in ("q", "k", "cos", "sin"))
+    with pytest.raises(error, match=text):
+        rotary(q, k, cos, sin, **call)
+
+
+def test_what_triton_leaves_to_eager():
+    q, k = tensors(2, 3, 4, 2, 8)
+    cos, sin = rotary_tables(3, 8)
+    with pytest.raises(Unsupported, match="gradient of cos and sin"):
+        rotary(q, k, cos.requires_grad_(), sin, impl="triton")
+    turned, _ = rotary(q, k, cos, sin)
+    assert torch.autograd.grad(turned.sum(), cos)[0].abs().sum() > 0
+    with pytest.raises(Unsupported, match="float64"):
+        rotary(q.double(), k.double(), cos.detach(), sin, impl="triton")
+    for peer in ("liger", "quack", "fla"):
+        with pytest.raises(Unsupported, match=r"is not installed|runs on"):
+            rotary(q, k, cos.detach(), sin, impl=peer)
+
+
+def shrunk(case):
+    """The case on the CPU: few tokens and heads, the same head size, options and layout; fp16 for bf16."""
+    B, T, _, D = case.q.shape
+    B, T = min(B, 2), min(T, 5)
+
+    def dtype(meta):
+        return torch.float16 if meta.dtype == torch.bfloat16 else meta.dtype
+
+    def rows(meta):
+        shape = (B, T, min(meta.shape[2], 4), D)
+        narrow = TensorMeta(meta.shape, dtype(meta), meta.stride, meta.requires_grad)
+        if layout(meta, 2) != "other":
+            return with_layout(narrow, shape, 2)
+        return TensorMeta(shape, narrow.dtype, (shape[2] * T * D, D, T * D, 1), narrow.requires_grad)
+
+    table = TensorMeta.dense((T, case.cos.shape[1]), dtype(case.cos))
+    ids = case.position_ids and TensorMeta.dense((B, T), case.position_ids.dtype)
+    small = case.replace(q=rows(case.q), k=rows(case.k), cos=table, sin=table, position_ids=ids)
+    return Case(small.args, "cpu", case.name)
+
+
+@pytest.mark.parametrize("case", OP.cases(), ids=lambda case: case.name)
+def test_the_grid_passes_the_contest_verification(case):
+    small = shrunk(case)
+    OP.check(small)
+    triton = OP.candidate("triton")
+    assert triton.reasons(small) == []
+    errors, deterministic = verify(OP, triton, yardsticks(OP, small))
+    assert deterministic
+    assert errors.rms < torch.finfo(small.q.dtype).eps
+
+
+@pytest.mark.parametrize("case", OP.cases(), ids=lambda case: case.name)
+def test_declaration_of_the_grid(case):
+    OP.check(case)
+    bucket = OP.bucket(case)
+    OP.check(bucket)
+    assert OP.bucket(bucket) == bucket
+    assert layout(bucket.q, 2) == layout(case.q, 2)
+    assert bucket.q.shape[2:] == case.q.shape[2:]
+    cost, forward = OP.cost(case), OP.cost(case.without_grad())
+    moved = 2 * (case.q.nbytes + case.k.nbytes)
+    assert moved < forward.bytes < 1.2 * moved
+    assert cost.bytes == (2 * forward.bytes if case.needs_grad else forward.bytes)
+    assert cost.flops <= 2 * 3 * (case.q.numel + case.k.numel)
+    assert OP.heuristic(case, "eager") == OP.heuristic(case, "graph") == "triton"
+    assert OP.heuristic(case, "compiled") == "eager"
+
+
+def test_bucket_of_rows_and_of_shared_ids():
+    q, k = tensors(2, 100, 4, 2, 8)
+    ids = torch.zeros(100, dtype=torch.int32)
+    bucket = OP.bucket(OP.case((q, k, *rotary_tables(300, 8), False, ids)))
+    assert (bucket.q.shape, bucket.k.shape) == ((2, 112, 4, 8), (2, 112, 2, 8))
+    assert bucket.cos.shape == (320, 4)
+    assert bucket.position_ids == TensorMeta.dense((2, 112), torch.int32)
+    without = OP.bucket(OP.case((q, k, *rotary_tables(300, 8), False, None)))
+    assert without.cos.shape == (112, 4)
+
+
+# Inside torch.compile.
+
+
+@pytest.mark.parametrize("form", ["dense", "head-major", "fused"])
+def test_registered_op_passes_opcheck(form):
+    q, k = tensors(2, 3, 4, 2, 8, form=form)
+    cos, sin = rotary_tables(3, 8)
+    for ids in (None, torch.zeros(2, 3, dtype=torch.int64)):
+        torch.library.opcheck(_registered, (q, k, cos, sin, True, ids, False))
+
+
+def test_compiles_whole_with_any_length():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=count, fullgraph=True)
+    def step(q, k, cos, sin):
+        q, k = rotary(q, k, cos, sin, impl="triton")
+        return (q * k).sum()
+
+    for length in (4, 6, 9):
+        q, k = tensors(2, length, 2, 2, 8)
+        cos, sin = rotary_tables(length, 8)
+        got = torch.autograd.grad(step(q, k, cos, sin), (q, k))
+        turned = reference(q, k, cos, sin)
+        want = torch.autograd.grad((turned[0] * turned[1]).sum(), (q, k))
+        torch.testing.assert_close(got, want)
+    assert len(graphs) == 2  # one for the first length, one for all others
+
+
+def test_inductor_sees_eager_without_complex_numbers():
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    q, k = tensors(2, 3, 2, 2, 8)
+    cos, sin = rotary_tables(3, 8)
+    got = torch.compile(lambda *a: rotary(*a, impl="eager"), backend=keep, fullgraph=True)(q, k, cos, sin)
+    torch.testing.assert_close(got, eager(q, k, cos, sin, False, None))
+    assert len(graphs) == 1
+    assert "complex" not in graphs[0]
+
+
+@pytest.mark.parametrize("documented", [rotary, rotary_tables])
+def test_documented_examples(documented):
+    (example,) = doctest.DocTestFinder().find(
+        documented, globs={"rotary": rotary, "rotary_tables": rotary_tables}
+    )
+    assert example.examples
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_function_and_registered_op_agree():
+    q, k = tensors(2, 3, 4, 2, 8)
+    cos, sin = rotary_tables(3, 8)
+    dy = torch.randn_like(q), torch.randn_like(k)
+    one = _registered(q, k, cos, sin, False, None, False)
+    two = Rotary.apply(q, k, cos, sin, False, None, False, (False, False))
+    for a, b in zip(one, two, strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(torch.autograd.grad(one, (q, k), dy), torch.autograd.grad(two, (q, k), dy), strict=True):
+        assert torch.equal(a, b)
