@@ -1,4 +1,5 @@
-"""bakeoff runs the fastest *correct* implementation of every op of a PyTorch model, on this GPU, at these shapes.
+"""bakeoff runs the fastest *correct* implementation of every op of a PyTorch model, on this GPU, at these
+shapes.
 
 The public names load on first use, so that importing the package costs next to nothing.
 """

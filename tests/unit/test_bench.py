@@ -25,7 +25,6 @@ from bakeoff.bench import (
     starts,
 )
 from bakeoff.bench.exact import exact
-from bakeoff.select.render import selection_table
 from bakeoff.bench.results import Env, File, ResultsError
 from bakeoff.bench.suites import CPU_ELEMENTS, Cell, cells, cpu_cases, shrunk
 from bakeoff.errors import ContestError
@@ -33,6 +32,7 @@ from bakeoff.select import Case, Explanation, Op, TensorMeta, Verdict, find_op
 from bakeoff.select.key import key, layout
 from bakeoff.select.measure import Timing
 from bakeoff.select.op import resolve
+from bakeoff.select.render import selection_table
 from tests.unit.verdicts import DATE, made
 
 ROOT = Path(__file__).parents[2]

@@ -9,12 +9,12 @@ from rich.text import Text
 
 from bakeoff.bench import contests, regret, results
 from bakeoff.bench.regret import SelectionRow
-from bakeoff.select.render import explained, selection_table
 from bakeoff.bench.results import ResultsError
 from bakeoff.bench.suites import Cell, cells
 from bakeoff.cli.terminal import console, declared, device_named, working
 from bakeoff.select import Verdict, find_op
 from bakeoff.select.key import REGIMES
+from bakeoff.select.render import explained, selection_table
 
 __all__ = ["run"]
 

@@ -3,13 +3,13 @@
 import msgspec
 
 from bakeoff.bench.notation import NotationError, read_case, split_key
-from bakeoff.select.render import selection_table
 from bakeoff.cli import tables
 from bakeoff.cli.terminal import console, device_named, print_json
 from bakeoff.errors import PolicyError
 from bakeoff.select import find_op, policy, using
 from bakeoff.select.explain import explain_case
 from bakeoff.select.key import key
+from bakeoff.select.render import selection_table
 from bakeoff.select.tune import settle
 
 __all__ = ["run"]

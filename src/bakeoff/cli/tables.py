@@ -8,10 +8,10 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from bakeoff import hardware
-from bakeoff.select.render import milliseconds
 from bakeoff.cli.terminal import console, declared, device_named
 from bakeoff.errors import TableError
 from bakeoff.select import policy
+from bakeoff.select.render import milliseconds
 from bakeoff.select.table import Table, read, write
 from bakeoff.select.verdict import Verdict
 

@@ -7,11 +7,11 @@ import click
 import torch
 from rich.console import Console
 
-from bakeoff.select.render import explained, selection_table
 from bakeoff.cli.terminal import console, device_named, working
 from bakeoff.models.llm_med import LLMMed
 from bakeoff.select import TuneReport, using
 from bakeoff.select import tune as tune_step
+from bakeoff.select.render import explained, selection_table
 from bakeoff.train import Config, Result, recipe, resolve, to_toml, train
 from bakeoff.train.data import Batches, ByteCorpus, split
 from bakeoff.train.step import Stepper

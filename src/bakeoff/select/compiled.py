@@ -20,9 +20,9 @@ _serial = itertools.count()
 def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     """`formula` under torch.compile: exact shapes get code of their own, until there are too many of them.
 
-    The first `_STATIC` shapes of each set of dtypes, flags and feature sizes are compiled for themselves, which
-    is the fastest torch.compile does; later ones share code with dynamic shapes, so that changing lengths
-    don't compile forever.
+    The first `_STATIC` shapes of each set of dtypes, flags and feature sizes are compiled for themselves,
+    which is the fastest torch.compile does; later ones share code with dynamic shapes, so that changing
+    lengths don't compile forever.
     """
     units: dict[tuple[Any, ...], Callable[..., Any]] = {}
     shapes: dict[tuple[Any, ...], set[Any]] = {}

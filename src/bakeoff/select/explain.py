@@ -78,9 +78,9 @@ def explain_case(op: Op, case: Case, settings: policy.Settings | None = None) ->
     chosen = choice.candidate.name
     name = key(op, case, settings.on(case.device))
     if choice.found is not None:
-        verdict = choice.found.verdict
+        verdict, source = choice.found.verdict, choice.found.source
         rows = rows_of(verdict, case.device, chosen)
-        return Explanation(op.name, name, chosen, choice.why, choice.found.source, rows, verdict.warning, verdict)
+        return Explanation(op.name, name, chosen, choice.why, source, rows, verdict.warning, verdict)
     why = {c.name: "; ".join(c.reasons(case)) or "not measured" for c in op.candidates}
     rows = tuple(Row(name, None, None, None, name == chosen, text) for name, text in why.items())
     return Explanation(op.name, name, chosen, choice.why, "no verdict for this key", rows)

@@ -222,7 +222,7 @@ class Op:
     """Arguments whose dimension 0 holds independent items (so the float64 reference may run in pieces);
     every output must be batched too."""
     draw: Callable[[str, TensorMeta, torch.Generator], torch.Tensor | None] | None = None
-    """Own values for an argument (name, meta, generator) where random normal ones make no sense, else None."""
+    """An argument's own values (name, meta, generator) where random normal ones make no sense, else None."""
     home: str = ""
     """Where a worker process imports it: ``"module:attribute"``; empty means ``bakeoff.ops.<name>.op:OP``."""
 

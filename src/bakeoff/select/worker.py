@@ -103,7 +103,7 @@ class Worker:
             self.process = None
 
     def _join(self) -> None:
-        for reader in filter(threading.Thread.is_alive, self.readers):  # an interrupt may come before its start
+        for reader in filter(threading.Thread.is_alive, self.readers):  # one may not have begun
             reader.join(timeout=1)  # longer only where a grandchild left its group and holds the pipe
 
     def __enter__(self) -> "Worker":
