@@ -1,0 +1,215 @@
+"""The declaration of rms_norm: its candidates, cost, cases and checks."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bakeoff.ops.rms_norm import peers
+from bakeoff.ops.rms_norm.reference import rms_norm as reference
+from bakeoff.select.compiled import compiled as compile_formula
+from bakeoff.select.compiled import compiler_missing
+from bakeoff.select.key import round_rows, with_layout
+from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
+
+__all__ = ["OP", "compiled", "eager"]
+
+
+def eager(x: Any, weight: Any, eps: float, residual: Any, offset: float) -> Any:
+    """PyTorch's fused F.rms_norm: as it is where all dtypes agree, else on float32 copies."""
+    s = x if residual is None else x + residual
+    features = s.shape[-1:]
+    if s.dtype == x.dtype and (weight is None or (weight.dtype == s.dtype and not offset)):
+        y = F.rms_norm(s, features, weight, eps)
+    else:
+        wide = torch.promote_types(s.dtype, torch.float32)
+        scale = None if weight is None else weight.to(wide) + offset
+        y = F.rms_norm(s.to(wide), features, scale, eps)
+    y = y.to(x.dtype)  # autocast may have widened it
+    return y if residual is None else (y, s)
+
+
+compiled = compile_formula(reference)
+
+
+def check(case: Case) -> None:
+    """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
+    x, weight, residual = case.x, case.weight, case.residual
+    for name, value in (("x", x), ("weight", weight), ("residual", residual)):
+        if value is None and name != "x":
+            continue
+        if not isinstance(value, TensorMeta):
+            raise TypeError(f"rms_norm: {name} must be a tensor, got {value!r}")
+        if not value.dtype.is_floating_point:
+            raise TypeError(f"rms_norm: {name} is {value.dtype}; convert it to a floating point dtype")
+    if not x.shape or x.shape[-1] == 0:
+        raise ValueError(f"rms_norm: x has shape {x.shape}; it needs a last dimension of at least 1 element")
+    features = x.shape[-1:]
+    if weight is not None and weight.shape != features:
+        raise ValueError(f"rms_norm: weight has shape {weight.shape}, expected {features} = x.shape[-1:]")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"rms_norm: residual has shape {residual.shape}, expected x's, {x.shape}")
+    for name in ("eps", "offset"):
+        value = case.args[name]
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"rms_norm: {name} must be a finite number, got {value!r}")
+    if case.eps < 0:
+        raise ValueError(f"rms_norm: eps must be >= 0, got {case.eps}")
+    if weight is None and case.offset:
+        raise ValueError(f"rms_norm: offset={case.offset} is added to a weight, and weight is None; pass one")
+
+
+def bucket(case: Case) -> Case:
+    """Rows as one dimension, their number rounded up, every tensor in its layout class's plainest form."""
+    features = case.x.shape[-1]
+    shape = (round_rows(case.x.numel // features), features)
+    plain: dict[str, Any] = {"x": with_layout(case.x, shape)}
+    if case.residual is not None:
+        plain["residual"] = with_layout(case.residual, shape)
+    if case.weight is not None:
+        plain["weight"] = with_layout(case.weight, case.weight.shape)
+    return case.replace(**plain)
+
+
+def cost(case: Case) -> Cost:
+    """Every tensor once: forward x, residual, weight in, y, s out; backward dy, s, ds in, gradients out."""
+    x, weight, residual = case.x, case.weight, case.residual
+    size = x.numel
+    total = 2 * x.nbytes
+    flops = 4 * size
+    s_bytes = x.nbytes
+    if residual is not None:
+        s_bytes = size * torch.promote_types(x.dtype, residual.dtype).itemsize
+        total += residual.nbytes + s_bytes
+        flops += size
+    if weight is not None:
+        total += weight.nbytes
+    if not case.needs_grad:
+        return Cost(total, flops)
+    wants_input = x.requires_grad or (residual is not None and residual.requires_grad)
+    total += x.nbytes + s_bytes
+    flops += 3 * size
+    if weight is not None:
+        total += weight.nbytes * (1 + weight.requires_grad)
+    if wants_input:
+        flops += 6 * size
+        total += x.nbytes
+        if residual is not None:
+            total += s_bytes + (residual.nbytes if residual.dtype != x.dtype else 0)
+    return Cost(total, flops)
+
+
+def cases() -> list[Case]:
+    """The benchmark grid: sizes from launch-bound to 16384^2 in bfloat16, then every other form once."""
+    sizes = [
+        (1, 4096), (2048, 512), (4096, 384), (24576, 384), (8192, 1024), (1000, 1000), (8192, 4096),
+        (32768, 4096), (4096, 8192), (16384, 16384),
+    ]  # fmt: skip
+    half, full = torch.bfloat16, torch.float32
+    return [
+        *(_case(rows, features, half) for rows, features in sizes),
+        _case(8192, 4096, half, affine=False, name="no weight"),
+        _case(8192, 4096, half, weight=full, name="fp32 weight"),
+        _case(8192, 4096, half, offset=1.0, name="offset"),
+        _case(8192, 1024, half, residual=half, name="residual"),
+        _case(8192, 4096, half, residual=half, name="residual"),
+        _case(8192, 4096, half, residual=full, name="fp32 residual"),
+        _case(8192, 4096, half, strided=True, name="strided"),
+        _case(8192, 4096, torch.float16),
+        _case(8192, 1024, full),
+        _case(8192, 4096, full),
+    ]
+
+
+def _case(
+    rows: int,
+    features: int,
+    dtype: torch.dtype,
+    *,
+    weight: torch.dtype | None = None,
+    affine: bool = True,
+    residual: torch.dtype | None = None,
+    offset: float = 0.0,
+    strided: bool = False,
+    name: str = "",
+) -> Case:
+    x = TensorMeta.dense((rows, features), dtype, grad=True)
+    if strided:
+        x = TensorMeta(x.shape, dtype, (2 * features, 1), True)
+    args: dict[str, Any] = {
+        "x": x,
+        "weight": TensorMeta.dense((features,), weight or dtype, grad=True) if affine else None,
+        "eps": 1e-6,
+        "residual": TensorMeta.dense((rows, features), residual, grad=True) if residual else None,
+        "offset": offset,
+    }
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    return Case(args, "cuda", f"{rows}x{features} {short} {name}".strip())
+
+
+def triton_supports(case: Case) -> str | None:
+    """Why the Triton kernels can't take `case`, or None."""
+    if not case.device.startswith("cuda"):
+        return f"runs on CUDA, not on {case.device}"
+    for name, meta in case.tensors.items():
+        if meta.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            return f"computes in float32: takes float16, bfloat16 and float32, not a {meta.dtype} {name}"
+    return None
+
+
+def heuristic(case: Case, regime: str) -> str:
+    """Triton on a GPU; plain PyTorch on the CPU, and inside torch.compile, which fuses it."""
+    on_gpu = case.device.startswith("cuda") and triton_supports(case) is None
+    return "triton" if on_gpu and regime != "compiled" else "eager"
+
+
+OP = Op(
+    name="rms_norm",
+    reference=reference,
+    candidates=(
+        Candidate("eager", load="bakeoff.ops.rms_norm.op:eager"),
+        Candidate(
+            "compiled",
+            load="bakeoff.ops.rms_norm.op:compiled",
+            supports=compiler_missing,
+            sources=("bakeoff.ops.rms_norm.reference",),
+        ),
+        Candidate(
+            "triton",
+            load="bakeoff.ops.rms_norm.autograd:rms_norm",
+            supports=triton_supports,
+            requires=("triton",),
+            launches="bakeoff.ops.rms_norm.run:launches",
+            sources=("bakeoff.ops.rms_norm.kernels", "bakeoff.ops.rms_norm.run", "bakeoff.launch"),
+        ),
+        Candidate(
+            "liger",
+            load="bakeoff.ops.rms_norm.peers:liger",
+            supports=peers.liger_supports,
+            requires=("liger_kernel",),
+            traceable=False,
+        ),
+        Candidate(
+            "quack",
+            load="bakeoff.ops.rms_norm.peers:quack",
+            supports=peers.quack_supports,
+            requires=("quack",),
+            min_capability=(8, 0),
+        ),
+        Candidate(
+            "fla",
+            load="bakeoff.ops.rms_norm.peers:fla",
+            supports=peers.fla_supports,
+            requires=("fla",),
+            traceable=False,
+        ),
+    ),
+    check=check,
+    bucket=bucket,
+    cost=cost,
+    cases=cases,
+    heuristic=heuristic,
+    features={"x": 1, "weight": 1, "residual": 1},
+    batched=frozenset({"x", "residual"}),
+)

@@ -1,0 +1,168 @@
+"""Every rms_norm kernel in its production tilings, built for GPUs that need not be here."""
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from aot import SHARED_LIMIT, TARGETS, Built, build
+from bakeoff.ops.rms_norm import kernels
+
+SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class Form(NamedTuple):
+    """A call: x [N, D] of `dtype`, weight and residual of theirs (None: absent)."""
+
+    N: int
+    D: int
+    dtype: torch.dtype = torch.bfloat16
+    weight: torch.dtype | None = torch.bfloat16
+    residual: torch.dtype | None = None
+    align: int = 16
+
+    def __str__(self) -> str:
+        parts = [TYPES[t] if t else "-" for t in (self.dtype, self.weight, self.residual)]
+        return f"{self.N}x{self.D} {'/'.join(parts)} align {self.align}"
+
+    @property
+    def s_dtype(self) -> torch.dtype:
+        return self.dtype if self.residual is None else torch.promote_types(self.dtype, self.residual)
+
+    @property
+    def vectors(self) -> bool:
+        """Whether every row starts on 16 bytes, so that accesses can be 16 bytes wide."""
+        return self.D * self.dtype.itemsize % 16 == 0 and self.align * self.dtype.itemsize % 16 == 0
+
+
+half, full = torch.bfloat16, torch.float32
+FORMS = [
+    Form(24576, 384),
+    Form(2048, 512),
+    Form(1000, 1000, align=8),
+    Form(8192, 1024),
+    Form(8192, 4096),
+    Form(8192, 4096, weight=None),
+    Form(8192, 4096, weight=full, residual=full),
+    Form(8192, 4096, residual=half),
+    Form(8192, 4096, torch.float16, torch.float16),
+    Form(8192, 4096, full, full),
+    Form(4096, 8192),
+    Form(4096, 8192, full, full, full),
+    Form(16384, 16384),
+    Form(16384, 16384, full, full),
+    Form(64, 32768),
+    Form(64, 65537, align=1),
+]
+
+
+# Bytes of local memory a thread is known to need; every other form needs none.
+SPILLS = {
+    FORMS.index(Form(8192, 4096, weight=None)): 8,  # sm_100
+    FORMS.index(Form(16384, 16384, full, full)): 128,  # a float32 row is 3 x 32 registers of a thread's 128
+}
+
+
+def types(**tensors: torch.dtype | None) -> tuple[dict[str, str], dict[str, Any]]:
+    """Triton pointer types of the tensors there are, and None for the others."""
+    there = {name: f"*{TYPES[dtype]}" for name, dtype in tensors.items() if dtype is not None}
+    return there, {name: None for name, dtype in tensors.items() if dtype is None}
+
+
+def scalars(*names: str) -> dict[str, str]:
+    return dict.fromkeys(names, "i64") | {"eps": "fp32", "offset": "fp32"}
+
+
+def forward(form: Form, target: str) -> Built:
+    tiling = kernels.forward_tiling(form.N, form.D, form.dtype.itemsize, SMS[target])
+    s_dtype = None if form.residual is None else form.s_dtype
+    signature, constants = types(
+        x=form.dtype, residual=form.residual, weight=form.weight, y=form.dtype, s=s_dtype
+    )
+    signature |= scalars("x_units", "residual_units")
+    constants |= {"D": form.D, "BLOCK": tiling.block, "ALIGN": form.align}
+    if tiling.block < form.D:
+        return build(kernels._forward_long, signature, constants, target, num_warps=tiling.warps)
+    constants |= {"ROWS": tiling.rows, "STAGES": tiling.stages, **tiling.hints}
+    signature["N"] = "i64"
+    return build(kernels._forward, signature, constants, target, num_warps=tiling.warps)
+
+
+def backward(form: Form, target: str) -> list[Built]:
+    tiling = kernels.backward_tiling(form.N, form.D, form.s_dtype.itemsize, SMS[target])
+    s_dtype = form.s_dtype
+    apart = form.residual if form.residual != form.dtype else None
+    signature, constants = types(
+        dy=form.dtype, ds=form.residual and s_dtype, s=s_dtype, weight=form.weight,
+        dx=form.dtype, dresidual=apart, partial=full if form.weight else None,
+    )  # fmt: skip
+    signature |= scalars("N", "dy_units", "ds_units", "s_units")
+    constants |= {"D": form.D, "BLOCK": tiling.block, "ALIGN": form.align}
+    if tiling.block >= form.D:
+        constants |= {"ROWS": tiling.rows, "STAGES": tiling.stages, "HOLD": tiling.hold, **tiling.hints}
+        return [build(kernels._backward, signature, constants, target, num_warps=tiling.warps)]
+    without_eps = {name: kind for name, kind in signature.items() if name != "eps"}
+    sums, none = types(dy=form.dtype, s=s_dtype, weight=form.weight, sums=full)
+    sums |= scalars("dy_units", "s_units")
+    none |= {"D": form.D, "BLOCK": tiling.block, "ALIGN": form.align}
+    return [
+        build(kernels._row_sums, sums, none, target, num_warps=tiling.warps),
+        build(
+            kernels._backward_long, without_eps | {"sums": "*fp32"}, constants, target, num_warps=tiling.warps
+        ),
+    ]
+
+
+def check(built: Built, form: Form, spills: int = 0) -> None:
+    assert built.spills <= spills
+    assert built.shared <= SHARED_LIMIT[built.target]
+    if form.vectors:
+        assert wide(built, "load"), "no 16-byte load"
+        assert wide(built, "store"), "no 16-byte store"
+
+
+def wide(built: Built, kind: str) -> bool:
+    """Whether there are 16-byte accesses to global memory, with any cache hint, or asynchronous copies."""
+    if built.target.startswith("sm_"):
+        copies = kind == "load" and re.search(r"cp\.async\.cg\.shared\.global.*, 0x10", built.assembly)
+        return bool(
+            copies
+            or re.search(rf"{'ld' if kind == 'load' else 'st'}\.global\S*\.(v4\.b32|v2\.b64)", built.assembly)
+        )
+    return bool(re.search(rf"(global|buffer)_{kind}_dwordx4", built.assembly))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_forward(form: Form, target: str) -> None:
+    check(forward(form, target), form)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_backward(form: Form, target: str) -> None:
+    for built in backward(form, target):
+        if "_row_sums" in built.ttgir:
+            assert built.spills == 0
+        else:
+            check(built, form, SPILLS.get(FORMS.index(form), 0))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("D", [384, 1000, 16384])
+def test_sum_of_partials(D: int, target: str) -> None:
+    block_p, block_d, warps = kernels.sum_tiling(D)
+    signature = {"partial": "*fp32", "dw": "*bf16", "P": "i32"}
+    constants = {"D": D, "BLOCK_P": block_p, "BLOCK_D": block_d}
+    built = build(kernels._sum_partials, signature, constants, target, num_warps=warps)
+    assert built.spills == 0
+    assert built.shared <= SHARED_LIMIT[target]
+
+
+def test_unaligned_rows_are_not_read_in_16_bytes() -> None:
+    """`wide` can be false: with rows that start anywhere there is no 16-byte load of x."""
+    aligned, anywhere = (forward(Form(8192, 4096, weight=None, align=n), "sm_90") for n in (16, 1))
+    assert wide(aligned, "load")
+    assert not wide(anywhere, "load")
