@@ -8,6 +8,7 @@ from bakeoff.select.op import Case, Op, TensorMeta
 
 __all__ = ["DRAWS", "cotangent", "inputs"]
 
+_APART = 1 << 32  # between an input's seed and a gradient's: equal draws would hide errors that cancel
 DRAWS = ("normal", "adversarial")
 
 
@@ -35,7 +36,7 @@ def inputs(op: Op, case: Case, seed: int, kind: str = "normal") -> list[Any]:
 
 def cotangent(output: torch.Tensor, seed: int, kind: str = "normal") -> torch.Tensor:
     """A ready-made gradient for `output`; adversarially an expanded (stride 0) or transposed one."""
-    generator = torch.Generator(device=output.device).manual_seed(seed)
+    generator = torch.Generator(device=output.device).manual_seed(_APART + seed)
     shape = output.shape
     if not (output.dtype.is_floating_point or output.dtype.is_complex):
         return torch.zeros_like(output)  # carries no gradient; only its shape and dtype are looked at
