@@ -13,7 +13,8 @@ from bakeoff.errors import Unsupported
 from bakeoff.ops.rms_norm import kernels, run
 from bakeoff.ops.rms_norm import rms_norm as public
 from bakeoff.ops.rms_norm.autograd import _backward_op, _forward_op, rms_norm
-from bakeoff.ops.rms_norm.op import OP, eager
+from bakeoff.ops.rms_norm.op import OP
+from bakeoff.ops.rms_norm.plain import eager
 from bakeoff.ops.rms_norm.reference import rms_norm as reference
 from bakeoff.select.op import Case, TensorMeta
 

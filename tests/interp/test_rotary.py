@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bakeoff.ops.rotary import kernels as rotary_kernels
 from bakeoff.ops.rotary import rotary_tables
 from bakeoff.ops.rotary.autograd import rotary as triton_rotary
-from bakeoff.ops.rotary.op import eager
+from bakeoff.ops.rotary.plain import eager
 from bakeoff.ops.rotary.reference import reference
 from bakeoff.select.poison import Poison
 

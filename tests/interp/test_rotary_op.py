@@ -9,7 +9,7 @@ import torch
 from bakeoff.errors import Unsupported
 from bakeoff.ops.rotary import OP, rotary, rotary_tables
 from bakeoff.ops.rotary.autograd import Rotary, _registered
-from bakeoff.ops.rotary.op import eager
+from bakeoff.ops.rotary.plain import eager
 from bakeoff.ops.rotary.reference import reference
 from bakeoff.select.key import layout, with_layout
 from bakeoff.select.op import Case, TensorMeta

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bakeoff import hardware
 from bakeoff.select.measure import HostTimer, Timing, input_sets, interleave, work
 from bakeoff.select.op import Case, TensorMeta
-from bakeoff.select.verdict import MARGIN, TIE, Trial, decide
+from bakeoff.select.verdict import TIE, Trial, decide
 from tests.unit import zoo
 
 

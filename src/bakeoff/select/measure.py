@@ -4,6 +4,7 @@ A timer turns a contestant's work into a sampler, a function that returns one sa
 call. `interleave` draws samples round-robin, so that drifting clocks hit every contestant alike.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from bakeoff.select.draw import cotangent, inputs
 from bakeoff.select.op import Case, Op
 from bakeoff.select.verify import gradients
 
-__all__ = ["GraphTimer", "HostTimer", "Timer", "Timing", "Work", "interleave", "work"]
+__all__ = ["GraphTimer", "HostTimer", "Timer", "Timing", "Work", "interleave", "margin", "work"]
 
 Work = Sequence[Callable[[], Any]]
 """The same call on different input sets."""
@@ -24,6 +25,7 @@ Clock = Callable[[], float]
 
 _ENOUGH = 0.004  # stop when every median is known to this relative half width
 _MIN_ROUNDS, _MAX_ROUNDS = 7, 400
+MARGIN = 0.03  # a challenger must beat the incumbent by more than this
 _HOPELESS = 2.0  # a contestant this many times slower than the best is sampled no further
 
 
@@ -150,15 +152,27 @@ def interleave(
     For these the second pass counts alone: neither a lucky first pass nor one that was fast only at
     first can win.
     """
-    first = _rounds(samplers, list(samplers), clock() + budget_s * 2 / 3, clock)
+    first = _rounds(samplers, list(samplers), clock() + budget_s * 2 / 3, clock, hopeless=_HOPELESS)
     finalists = {*list(samplers)[:1], *sorted(first, key=lambda name: first[name].us)[:2]}
     order = [name for name in samplers if name in finalists]
-    return {**first, **_rounds(samplers, order, clock() + budget_s / 3, clock)}
+    return {**first, **_rounds(samplers, order, clock() + budget_s / 3, clock, patience_s=3 * budget_s)}
+
+
+def margin(base: Timing, challenger: Timing) -> float:
+    """By how much (relatively) a challenger must beat the incumbent for its gain to be no noise."""
+    return max(MARGIN, 2 * max(base.spread, challenger.spread))
 
 
 def _rounds(
-    samplers: Mapping[str, Sampler], names: list[str], deadline: float, clock: Clock
+    samplers: Mapping[str, Sampler],
+    names: list[str],
+    deadline: float,
+    clock: Clock,
+    *,
+    hopeless: float = math.inf,
+    patience_s: float = 0.0,
 ) -> dict[str, Timing]:
+    """Sample `names` in turn until `deadline`; past it for `patience_s` more while noise hides the winner."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for done in range(_MAX_ROUNDS):
         for name in names:
@@ -167,8 +181,16 @@ def _rounds(
             continue
         timings = {name: Timing.of(seconds[name]) for name in names}
         best = min(t.us for t in timings.values())
-        names = [name for name in names if timings[name].us <= _HOPELESS * best]
-        narrow = all(timings[name].spread <= _ENOUGH for name in names)
-        if (done + 1 >= _MIN_ROUNDS and narrow) or clock() >= deadline:
+        names = [name for name in names if timings[name].us <= hopeless * best]
+        if done + 1 >= _MIN_ROUNDS and all(timings[name].spread <= _ENOUGH for name in names):
+            break
+        late = clock() - deadline
+        if late >= patience_s or (late >= 0 and not _hidden([timings[name] for name in names])):
             break
     return {name: Timing.of(taken) for name, taken in seconds.items()}
+
+
+def _hidden(timings: Sequence[Timing]) -> bool:
+    """Whether a gain over the first, the incumbent, would count were it not for the spread."""
+    base, *challengers = timings
+    return any(MARGIN < base.us / t.us - 1 <= margin(base, t) for t in challengers)

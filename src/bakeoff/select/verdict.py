@@ -4,13 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bakeoff.select.measure import Timing
+from bakeoff.select.measure import Timing, margin
 from bakeoff.select.op import Cost
 from bakeoff.select.verify import Errors
 
 __all__ = ["Trial", "Verdict", "decide"]
 
-MARGIN = 0.03  # a challenger must beat the incumbent by more than this
 TIE = 0.01  # challengers this close are equal, and the simpler one is taken
 
 
@@ -60,21 +59,17 @@ def decide(trials: Sequence[Trial]) -> tuple[str, str]:
     (incumbent, base), *challengers = timed
     if not challengers:
         return incumbent, "no other candidate qualified"
-    better = [(n, t) for n, t in challengers if base.us / t.us > 1 + _margin(base, t)]
+    better = [(n, t) for n, t in challengers if base.us / t.us > 1 + margin(base, t)]
     if not better:
         name, timing = min(challengers, key=lambda pair: pair[1].us)
         gain = base.us / timing.us
         if gain < 1:
             return incumbent, f"fastest; {name} takes {1 / gain:.2f} times as long"
-        margin = _margin(base, timing)
-        return incumbent, f"{name} is only {gain - 1:.1%} faster, within the margin of {margin:.1%}"
+        needed = margin(base, timing)
+        return incumbent, f"{name} is only {gain - 1:.1%} faster, within the margin of {needed:.1%}"
     best_name, best = min(better, key=lambda pair: pair[1].us)
     name, timing = next((n, t) for n, t in better if t.us <= best.us * (1 + TIE))
     text = f"{base.us / timing.us:.2f} times as fast as {incumbent}"
     if name != best_name:
         text += f"; {best_name} is within {TIE:.0%} and more complex"
     return name, text
-
-
-def _margin(base: Timing, challenger: Timing) -> float:
-    return max(MARGIN, 2 * max(base.spread, challenger.spread))

@@ -5,56 +5,15 @@ from math import prod
 
 import torch
 
-from bakeoff.ops.rotary.reference import reference, rotary_tables, table_rows
-from bakeoff.select.compiled import compiled as compile_formula
+from bakeoff.ops.rotary.reference import reference, rotary_tables
 from bakeoff.select.compiled import compiler_missing
 from bakeoff.select.key import layout, round_rows, with_layout
 from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
 
-__all__ = ["OP", "compiled", "eager"]
+__all__ = ["OP"]
 
 _NATIVE = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_HEAD = 16384  # a wider head would not fit one program's registers
-
-
-def eager(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    position_ids: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain PyTorch: a rotation is a complex product, which takes three kernels a tensor instead of nine.
-
-    Inside torch.compile it is the reference instead: Inductor fuses that, but no complex numbers.
-    """
-    if torch.compiler.is_compiling():
-        return reference(q, k, cos, sin, interleaved, position_ids)
-    wide = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), torch.float32)
-    turn = torch.complex(
-        table_rows(cos, q.shape[1], position_ids).to(wide), table_rows(sin, q.shape[1], position_ids).to(wide)
-    )
-    return _turned(q, turn, interleaved), _turned(k, turn, interleaved)
-
-
-def _turned(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    if x.numel() == 0:
-        return x.clone()  # no strides to speak of
-    half = turn.shape[-1]
-    pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
-    if not interleaved:
-        pairs = pairs.transpose(-1, -2)
-    # With a memory format, cast and rearrangement are one kernel; without a cast there is only the latter.
-    pairs = pairs.to(turn.real.dtype, memory_format=torch.contiguous_format).contiguous()
-    turned = torch.view_as_real(torch.view_as_complex(pairs) * turn)
-    if not interleaved:
-        turned = turned.transpose(-1, -2)
-    turned = turned.to(x.dtype, memory_format=torch.contiguous_format).flatten(-2)
-    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
-
-
-compiled = compile_formula(reference)
 
 
 def check(case: Case) -> None:
@@ -296,9 +255,9 @@ OP = Op(
     name="rotary",
     reference=reference,
     candidates=(
-        Candidate("eager", f"{_HERE}.op:eager", sources=(f"{_HERE}.reference",)),
+        Candidate("eager", f"{_HERE}.plain:eager", sources=(f"{_HERE}.reference",)),
         Candidate(
-            "compiled", f"{_HERE}.op:compiled", supports=compiler_missing, sources=(f"{_HERE}.reference",)
+            "compiled", f"{_HERE}.plain:compiled", supports=compiler_missing, sources=(f"{_HERE}.reference",)
         ),
         Candidate(
             "triton",

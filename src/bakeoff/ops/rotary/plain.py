@@ -1,0 +1,48 @@
+"""PyTorch's own `rotary`: the ``eager`` and ``compiled`` candidates."""
+
+import torch
+
+from bakeoff.ops.rotary.reference import reference, table_rows
+from bakeoff.select.compiled import compiled as compile_formula
+
+__all__ = ["compiled", "eager"]
+
+
+def eager(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    position_ids: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain PyTorch: a rotation is a complex product, which takes three kernels a tensor instead of nine.
+
+    Inside torch.compile it is the reference instead: Inductor fuses that, but no complex numbers.
+    """
+    if torch.compiler.is_compiling():
+        return reference(q, k, cos, sin, interleaved, position_ids)
+    wide = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), torch.float32)
+    turn = torch.complex(
+        table_rows(cos, q.shape[1], position_ids).to(wide), table_rows(sin, q.shape[1], position_ids).to(wide)
+    )
+    return _turned(q, turn, interleaved), _turned(k, turn, interleaved)
+
+
+def _turned(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    if x.numel() == 0:
+        return x.clone()  # no strides to speak of
+    half = turn.shape[-1]
+    pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
+    if not interleaved:
+        pairs = pairs.transpose(-1, -2)
+    # With a memory format, cast and rearrangement are one kernel; without a cast there is only the latter.
+    pairs = pairs.to(turn.real.dtype, memory_format=torch.contiguous_format).contiguous()
+    turned = torch.view_as_real(torch.view_as_complex(pairs) * turn)
+    if not interleaved:
+        turned = turned.transpose(-1, -2)
+    turned = turned.to(x.dtype, memory_format=torch.contiguous_format).flatten(-2)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+compiled = compile_formula(reference)
