@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakeoff import hardware
-from bakeoff.select.measure import HostTimer, Timing, input_sets, interleave, work
+from bakeoff.select.measure import MARGIN, HostTimer, Timing, input_sets, interleave, work
 from bakeoff.select.op import Case, TensorMeta
 from bakeoff.select.verdict import TIE, Trial, decide
 from tests.unit import zoo
@@ -237,3 +237,38 @@ def test_drift_and_strangers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_cpu_has_no_pulse() -> None:
     assert hardware.pulse("cpu") == 0
     assert hardware.disturbance("cpu", hardware.pulse("cpu")) == ""
+
+
+def test_measuring_goes_on_while_noise_hides_a_gain() -> None:
+    """A challenger that is twice as fast on a noisy machine wins, instead of losing for want of samples."""
+    clock = Clock()
+    noise = itertools.cycle([0.6, 1.7, 1.0, 1.5, 0.7, 1.1, 1.0])
+    slow, fast = (lambda: clock.taking(2.0 * next(noise))), (lambda: clock.taking(1.0 * next(noise)))
+    timings = interleave({"eager": slow, "fast": fast}, 30.0, clock)
+    assert clock.now > 40, "the budget alone leaves it open"
+    assert clock.now < 140, "patience ends"
+    assert decide([Trial(n, "hash", t) for n, t in timings.items()])[0] == "fast"
+
+
+def test_a_clear_answer_ends_at_the_budget_however_noisy() -> None:
+    clock = Clock()
+    noise = itertools.cycle([0.9, 1.1, 1.0])
+    interleave(
+        {"eager": lambda: clock.taking(next(noise)), "slow": lambda: clock.taking(3 * next(noise))},
+        60.0,
+        clock,
+    )
+    assert clock.now < 75
+
+
+def test_an_incumbent_far_behind_is_measured_as_often_as_the_best() -> None:
+    """Few samples have a wide spread, which would keep a hopeless incumbent in place."""
+    clock = Clock()
+    noise = itertools.cycle([0.7, 1.3, 1.0, 0.9, 1.1])
+    timings = interleave(
+        {"eager": lambda: clock.taking(4 * next(noise)), "fast": lambda: clock.taking(next(noise))},
+        60.0,
+        clock,
+    )
+    assert timings["eager"].samples == timings["fast"].samples
+    assert decide([Trial(n, "hash", t) for n, t in timings.items()])[0] == "fast"

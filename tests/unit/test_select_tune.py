@@ -12,7 +12,7 @@ import bakeoff
 from bakeoff.errors import ContestError
 from bakeoff.select import policy
 from bakeoff.select.key import key
-from bakeoff.select.op import Op
+from bakeoff.select.op import Candidate, Op
 from bakeoff.select.policy import using
 from bakeoff.select.tune import recordings, tune
 from bakeoff.select.verdict import Verdict
@@ -48,7 +48,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Contests that "two" wins without being run; the keys they were held for."""
     keys: list[str] = []
 
-    def hold(op: Op, case: Any, regimes: tuple[str, ...], worker: object, budget_s: float) -> list[Verdict]:
+    def hold(
+        op: Op, case: Any, regimes: tuple[str, ...], worker: object, budget_s: float, peers: bool
+    ) -> list[Verdict]:
         keys.extend(key(op, case, regime) for regime in regimes)
         made = [toys.verdict(op, "two", rows=case.x.shape[0], regime=regime) for regime in regimes]
         policy.store.add(made, case.device)
@@ -178,7 +180,7 @@ def test_compiled_regions_are_settled_and_compiled_anew(op: Op, held: list[str])
 def test_the_tune_policy_gives_a_failing_contest_one_try(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
-    def hold(*_: Any) -> list[Verdict]:
+    def hold(*_: Any, peers: bool) -> list[Verdict]:
         tries.append(1)
         raise ContestError("no")
 
@@ -205,3 +207,35 @@ def test_a_real_contest_of_an_importable_op_and_of_one_from_a_script() -> None:
     assert set(report.choices.values()) <= {"eager", "good"}
     assert "good: compile and verify" in heard
     assert all(v.key.endswith("cpu eager") and "'" in v.key for v in report.verdicts)
+
+
+def test_third_parties_compete_only_when_asked_for() -> None:
+    made = zoo.with_candidates(zoo.CALM, zoo.GOOD, Candidate("peer", zoo.good, requires=("click",)))
+    x, w = torch.randn(16, 8), torch.randn(8)
+
+    def peer(**options: Any) -> tuple[int, str | None]:
+        report = tune(lambda: made(x, w, None), 20.0, **options)
+        (verdict,) = report.verdicts
+        return report.measured, next(t.rejected for t in verdict.trials if t.candidate == "peer")
+
+    with zoo.registered(made):
+        measured, reason = peer()
+        assert measured == 1
+        assert reason is not None
+        assert "peers=True" in reason
+        assert peer()[0] == 0, "what left peers out is an answer for whoever does not ask for them"
+        assert peer(peers=True) == (1, None)
+        assert peer(peers=True) == (0, None)
+        assert peer() == (0, None), "a verdict with peers serves everybody"
+
+
+def test_the_worker_loads_beside_the_first_step_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(module.Worker, "start", lambda self: started.append("worker"))
+    tune(lambda: started.append("step"), 1.0)
+    assert started == ["worker", "step"]
+    started.clear()
+    policy.store.path("cpu").parent.mkdir(parents=True, exist_ok=True)
+    policy.store.path("cpu").write_text("{}")
+    tune(lambda: started.append("step"), 1.0)
+    assert started == ["step"]

@@ -164,8 +164,11 @@ def train(
 @DATA
 @click.option("--budget", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
               help="Seconds for all contests.")  # fmt: skip
+@click.option("--peers", is_flag=True, help="Let installed third-party candidates compete; takes longer.")
 @click.option("--force", is_flag=True, help="Measure again what the table knows already.")
-def tune(words: tuple[str, ...], config: Path | None, data: str | None, budget: float, force: bool) -> None:
+def tune(
+    words: tuple[str, ...], config: Path | None, data: str | None, budget: float, peers: bool, force: bool
+) -> None:
     """Hold the contests of one real step of a recipe.
 
     Prints the selection: every candidate's time, share of the machine's limit, error, and why it runs or
@@ -175,10 +178,11 @@ def tune(words: tuple[str, ...], config: Path | None, data: str | None, budget: 
     Examples:
       bakeoff tune llm-med
       bakeoff tune llm-med train.batch_size=64 --budget 120 --force
+      bakeoff tune llm-med --peers --budget 600
     """
     from bakeoff.cli import training
 
-    training.tune_recipe(training.configured(words, config, data=data), budget, force)
+    training.tune_recipe(training.configured(words, config, data=data), budget, peers=peers, force=force)
 
 
 @main.command()

@@ -33,7 +33,7 @@ def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, 
         printer, f"2. The contests of one step of {config.recipe}, within {config.select.budget_s:.0f} s"
     )
     with working(printer, "preparing one step") as status:
-        report, _ = rehearsed(config, config.select.budget_s, force=False, announce=status.update)
+        report, _ = rehearsed(config, config.select.budget_s, announce=status.update)
     text = f"{report.measured} contests held in {report.seconds:.0f} s; the next table says what they decided"
     printer.print(text, highlight=False)
     print_unsettled(report, printer)

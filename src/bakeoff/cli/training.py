@@ -65,11 +65,11 @@ def print_result(result: Result, out: Console) -> None:
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def tune_recipe(config: Config, budget: float, force: bool) -> None:
+def tune_recipe(config: Config, budget: float, *, peers: bool, force: bool) -> None:
     """Hold the contests of one real step of `config` and print what was decided."""
     out = console()
     with working(out, "preparing one step") as status:
-        report, device = rehearsed(config, budget, force, status.update)
+        report, device = rehearsed(config, budget, peers=peers, force=force, announce=status.update)
     out.print(
         selection_table(
             explained(v, device, "measured now" if report.measured else "table") for v in report.verdicts
@@ -91,7 +91,12 @@ def print_unsettled(report: TuneReport, out: Console) -> None:
 
 
 def rehearsed(
-    config: Config, budget_s: float, force: bool, announce: Callable[[str], None]
+    config: Config,
+    budget_s: float,
+    *,
+    announce: Callable[[str], None],
+    peers: bool = False,
+    force: bool = False,
 ) -> tuple[TuneReport, str]:
     """Tune for one step of `config` (which changes nothing) on its device: (report, device)."""
     device = device_named(config.train.device)
@@ -104,4 +109,7 @@ def rehearsed(
     with using(config.select.policy or None, **config.select.ops):
         model = LLMMed(config.model).to(device).train()
         stepper = Stepper(model, config, torch.device(device))
-        return tune_step(lambda: stepper.rehearse(rows), budget_s, force=force, announce=announce), device
+        report = tune_step(
+            lambda: stepper.rehearse(rows), budget_s, peers=peers, force=force, announce=announce
+        )
+        return report, device

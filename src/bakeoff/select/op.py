@@ -147,6 +147,11 @@ class Candidate:
     def call(self) -> Callable[..., Any]:
         return resolve(self.load)
 
+    @property
+    def third_party(self) -> bool:
+        """Whether it runs another project's kernels."""
+        return not {*self.requires} <= {"torch", "triton"}
+
     @cached_property
     def absent(self) -> str | None:
         """Why it can't be used on this installation at all, or None."""

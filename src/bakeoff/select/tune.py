@@ -13,6 +13,7 @@ from bakeoff.select import policy
 from bakeoff.select.contest import contest, regimes_of
 from bakeoff.select.key import key
 from bakeoff.select.op import Case, Op
+from bakeoff.select.table import cache_dir
 from bakeoff.select.verdict import Verdict
 from bakeoff.select.worker import Worker, home_of
 
@@ -20,6 +21,7 @@ __all__ = ["TuneReport", "settle", "tune"]
 
 log = logging.getLogger("bakeoff")
 _PER_KEY_S = 2.0
+_NOT_ASKED = "third-party: left out of tuning (peers=True lets it compete)"
 
 
 Recorded = dict[tuple[str, str], tuple[Op, Case]]
@@ -49,6 +51,7 @@ def tune(
     budget_s: float = 30.0,
     *,
     regimes: Sequence[str] | None = None,
+    peers: bool = False,
     force: bool = False,
     announce: Callable[[str], None] = lambda text: None,
 ) -> TuneReport:
@@ -59,6 +62,8 @@ def tune(
         budget_s: seconds for all contests. Keys that no time is left for are listed and keep their heuristic.
         regimes: settle these; default: those of the device (``eager``, on CUDA also ``graph``), and
             ``compiled`` for ops met inside torch.compile.
+        peers: let installed third-party candidates compete, too. Some spend a minute on tuning themselves at
+            every new shape; without it the budget goes to PyTorch's candidates and our own.
         force: measure again what the table knows already.
         announce: hears one line of progress per stage.
 
@@ -74,20 +79,22 @@ def tune(
         True
     """
     start = time.monotonic()
-    with recording() as recorded:
-        step()
-    deadline = time.monotonic() + budget_s
     done: list[Verdict] = []
     unsettled: dict[str, str] = {}
     measured = 0
     retrace = False
     with Worker(announce=announce) as worker:
+        if budget_s > 0 and not any(cache_dir().glob("*.json")):
+            worker.start()  # nothing is known yet: contests are certain, and the worker loads beside the step
+        with recording() as recorded:
+            step()
+        deadline = time.monotonic() + budget_s
         for (name, device), (op, case) in recorded.items():
             wanted = ("compiled",) if name.endswith(" compiled") else tuple(regimes or regimes_of(case))
             names = [key(op, case, regime) for regime in wanted]
-            known = [policy.store.lookup(op, n, device) for n in names]
-            if not force and all(known) and not any(found.stale for found in known if found):
-                done += [found.verdict for found in known if found]
+            known = [] if force else _known(op, names, device, peers)
+            if known:
+                done += known
                 continue
             left = deadline - time.monotonic()
             if left <= 0:
@@ -95,7 +102,7 @@ def tune(
                 continue
             announce(name)
             try:
-                done += _hold(op, case, wanted, worker, min(_PER_KEY_S, left))
+                done += _hold(op, case, wanted, worker, min(_PER_KEY_S, left), peers)
                 measured += 1
                 retrace |= name.endswith(" compiled")
             except ContestError as error:
@@ -126,16 +133,28 @@ def settle(op: Op, case: Case, regime: str) -> None:
         return
     with Worker() as worker:
         try:
-            _hold(op, case, regimes_of(case), worker, _PER_KEY_S)
+            _hold(op, case, regimes_of(case), worker, _PER_KEY_S, peers=False)
         except ContestError as error:
             _failed.add(name)
             log.warning("%s", error)
 
 
-def _hold(op: Op, case: Case, regimes: tuple[str, ...], worker: Worker, budget_s: float) -> list[Verdict]:
+def _known(op: Op, names: Sequence[str], device: str, peers: bool) -> list[Verdict]:
+    """The table's verdicts for all of `names`; none if one is missing, stale, or left out a peer asked for."""
+    found = [policy.store.lookup(op, name, device) for name in names]
+    verdicts = [f.verdict for f in found if f and not f.stale]
+    left_out = any(trial.rejected == _NOT_ASKED for verdict in verdicts for trial in verdict.trials)
+    return [] if len(verdicts) < len(names) or (peers and left_out) else verdicts
+
+
+def _hold(
+    op: Op, case: Case, regimes: tuple[str, ...], worker: Worker, budget_s: float, peers: bool
+) -> list[Verdict]:
+    """Hold one contest and keep its verdicts."""
+    skip = {c.name: _NOT_ASKED for c in op.candidates if c.third_party and not c.absent and not peers}
     if home_of(op) is None:  # defined in a script: only this process knows it
-        verdicts = contest(op, case, regimes, budget_s=budget_s)
+        verdicts = contest(op, case, regimes, budget_s=budget_s, skip=skip)
     else:
-        verdicts = worker.contest(op, case, regimes, budget_s)
+        verdicts = worker.contest(op, case, regimes, budget_s, skip)
     policy.store.add(verdicts, case.device)
     return verdicts

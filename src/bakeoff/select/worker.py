@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -74,21 +74,28 @@ class Worker:
         """The end of what the worker wrote to its standard error."""
         self.readers: list[threading.Thread] = []
 
-    def contest(self, op: Op, case: Case, regimes: tuple[str, ...], budget_s: float) -> list[Verdict]:
+    def contest(
+        self,
+        op: Op,
+        case: Case,
+        regimes: tuple[str, ...],
+        budget_s: float,
+        skip: Mapping[str, str] | None = None,
+    ) -> list[Verdict]:
         """As `bakeoff.select.contest.contest`, whatever the candidates do to their process."""
         home = home_of(op)
         if home is None:
             raise ContestError(f"{op.name} can't be imported by a worker process; set Op.home")
-        skip: dict[str, str] = {}
+        out = dict(skip or {})
         while True:
-            self._send(Request(home, case, regimes, budget_s, skip, *_numerics()))
+            self._send(Request(home, case, regimes, budget_s, out, *_numerics()))
             at_work, reason, verdicts = self._listen()
             if verdicts is not None:
                 return verdicts
             self.close()
-            if at_work not in op.by_name or at_work == op.incumbent.name or at_work in skip:
+            if at_work not in op.by_name or at_work == op.incumbent.name or at_work in out:
                 raise ContestError(f"{op.name}: the contest failed while at '{at_work}': {reason}")
-            skip[at_work] = reason
+            out[at_work] = reason
 
     def close(self) -> None:
         """End the process, at once, with everything it started."""
@@ -147,17 +154,19 @@ class Worker:
         line = msgspec.json.encode(request, enc_hook=_encode)
         if msgspec.json.decode(line, type=Request, dec_hook=_decode) != request:
             raise ContestError(f"{request.op}: an argument of {request.case.args} can't be sent to a worker")
-        if self.process is not None and self.process.poll() is not None:
-            self.close()
-        if self.process is None:
-            self._start()
+        self.start()
         assert self.process is not None
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its death is reported by the reader
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Make sure that a process is there. Started ahead of its first contest, it loads meanwhile."""
+        if self.process is not None and self.process.poll() is not None:
+            self.close()
+        if self.process is not None:
+            return
         reader, writer = os.pipe()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         environment.pop("BAKEOFF_POLICY", None)
