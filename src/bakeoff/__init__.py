@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bakeoff import models, ops
     from bakeoff.bench.published import benchmark_rms_norm, benchmark_rotary, manual_kernel_benchmark
+    from bakeoff.causal import CausalityError, assert_causal
     from bakeoff.errors import BakeoffError, Unsupported
     from bakeoff.select.explain import explain
     from bakeoff.select.policy import configure, using
@@ -19,8 +20,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BakeoffError",
+    "CausalityError",
     "Unsupported",
     "__version__",
+    "assert_causal",
     "benchmark_rms_norm",
     "benchmark_rotary",
     "configure",
@@ -34,7 +37,9 @@ __all__ = [
 
 _WHERE = {
     "BakeoffError": "bakeoff.errors",
+    "CausalityError": "bakeoff.causal",
     "Unsupported": "bakeoff.errors",
+    "assert_causal": "bakeoff.causal",
     "benchmark_rms_norm": "bakeoff.bench.published",
     "benchmark_rotary": "bakeoff.bench.published",
     "configure": "bakeoff.select.policy",
@@ -48,7 +53,7 @@ _WHERE = {
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
-    if name in ("errors", "hardware", "models", "ops", "select", "train"):
+    if name in ("causal", "errors", "graphs", "hardware", "models", "nn", "ops", "optim", "select", "train"):
         return importlib.import_module(f"bakeoff.{name}")
     raise AttributeError(f"module 'bakeoff' has no attribute {name!r}")
 

@@ -140,7 +140,7 @@ def settle(op: Op, case: Case, regime: str) -> None:
 
 
 def _known(op: Op, names: Sequence[str], device: str, peers: bool) -> list[Verdict]:
-    """The table's verdicts for all of `names`; none if one is missing, stale, or left out a peer asked for."""
+    """The table's verdicts for all of `names`; none if one is missing, stale, or leaves out a wanted peer."""
     found = [policy.store.lookup(op, name, device) for name in names]
     verdicts = [f.verdict for f in found if f and not f.stale]
     left_out = any(trial.rejected == _NOT_ASKED for verdict in verdicts for trial in verdict.trials)

@@ -1,0 +1,550 @@
+"""The leak guard against a zoo: every leaky model is found, every innocent one passes."""
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bakeoff.causal import CausalityError, assert_causal
+from bakeoff.errors import BakeoffError
+from bakeoff.models.llm_med import Config, LLMMed
+
+V, D, T = 32, 16, 24
+
+
+class Body(nn.Module):
+    """Embedding, a residual mixer over time, head; the zoo's animals differ in `mix`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(V, D)
+        self.head = nn.Linear(D, V)
+        self.build()
+
+    def build(self) -> None:
+        """The mixer's own parameters."""
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return torch.zeros_like(h)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        return self.head(h + self.mix(h, ids))
+
+
+# Leaks
+
+
+class Bidirectional(Body):
+    """FNet's real part of the Fourier transform over time."""
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return torch.fft.fft(h, dim=1).real / h.shape[1] ** 0.5
+
+
+class CircularConvolution(Body):
+    """A long filter by FFT without padding: the end of the row comes round to its beginning."""
+
+    def build(self) -> None:
+        self.filter = nn.Parameter(torch.randn(T, D) * 0.1)
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.filter[: h.shape[1]], n=h.shape[1], dim=0)
+        return torch.fft.irfft(torch.fft.rfft(h, dim=1) * spectrum, n=h.shape[1], dim=1)
+
+
+class MeanGate(Body):
+    """A gate computed from the mean over all time."""
+
+    def build(self) -> None:
+        self.gate = nn.Linear(D, D)
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return h * torch.sigmoid(self.gate(h.mean(dim=1, keepdim=True)))
+
+
+def following(x: Tensor) -> Tensor:
+    """x one position ahead; the last position sees zeros."""
+    return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
+
+
+class ArgmaxGate(Body):
+    """A hard decision on the next token's embedding: no gradient shows it."""
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return h * (following(h).argmax(dim=-1) < D // 2)[..., None]
+
+
+class ThresholdGate(Body):
+    """A hard decision on the next token's number."""
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return h * (following(ids) >= V // 2)[..., None]
+
+
+class NewlineGate(Body):
+    """Opens before one token only."""
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return h * (following(ids) == 10)[..., None]
+
+
+class HiddenPath(Body):
+    """Looks ahead in forward, and has a backward that denies it."""
+
+    class Shift(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return following(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return torch.zeros_like(gradient)
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return self.Shift.apply(h)
+
+
+class ClosedGate(Body):
+    """A path to the future behind a factor that starts at zero."""
+
+    def build(self) -> None:
+        self.open = nn.Parameter(torch.zeros(()))
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return self.open * h.flip(1)
+
+
+class ClosedProjection(Body):
+    """The same behind a projection of zeros, as residual branches begin."""
+
+    def build(self) -> None:
+        self.out = nn.Linear(D, D, bias=False)
+        nn.init.zeros_(self.out.weight)
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return self.out(h.roll(-2, 1))
+
+
+class TwiceClosed(Body):
+    """Two factors at zero, so that neither has a gradient: one update opens nothing, noise does."""
+
+    def build(self) -> None:
+        self.one, self.other = nn.Parameter(torch.zeros(D)), nn.Parameter(torch.zeros(D))
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return self.one * self.other * h.flip(1)
+
+
+class LeaksAfterTraining(Body):
+    """A mixer that is switched on by the first training pass."""
+
+    def build(self) -> None:
+        self.register_buffer("warm", torch.zeros(()))
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        mixed = h.mean(dim=1, keepdim=True) * self.warm
+        if self.training:
+            self.warm = torch.ones_like(self.warm)
+        return mixed
+
+
+class LeaksInTraining(Body):
+    """Statistics over batch and time while training."""
+
+    def build(self) -> None:
+        self.norm = nn.BatchNorm1d(D)
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return self.norm(h.transpose(1, 2)).transpose(1, 2)
+
+
+class SegmentLeak(Body):
+    """Segments of 8: each output sees all of its own segment."""
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return h.unflatten(1, (-1, 8)).mean(dim=2).repeat_interleave(8, dim=1)
+
+
+class Neighbour(Body):
+    """Sees the same position of the row before it in the batch."""
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return h.roll(1, 0)
+
+
+class NeighboursFirst(Body):
+    """Sees how the row before it begins, which no edit of a suffix changes."""
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return h[:, :1].roll(1, 0).expand_as(h)
+
+
+class SeesTargets(Body):
+    """Logits made with the answers in hand."""
+
+    def forward(  # type: ignore[override]
+        self, ids: Tensor, targets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        h = self.embed(ids)
+        if targets is None:
+            return self.head(h), None
+        logits = self.head(h + 0.1 * self.embed(targets))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class OtherTrainingPath(SeesTargets):
+    """Causal when asked for logits, not when trained."""
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        h = self.embed(ids)
+        if targets is None:
+            return self.head(h), None
+        logits = self.head(h + h.flip(1))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+LEAKS: list[tuple[Callable[[], nn.Module], str, int, int]] = [
+    # animal, what the message says, first position, how far it sees
+    (Bidirectional, "evaluation mode, with perturbed parameters", 0, T - 1),
+    (CircularConvolution, "sees its future", 0, T - 1),
+    (MeanGate, "sees its future", 0, T - 1),
+    (ArgmaxGate, "sees its future", -1, 1),
+    (ThresholdGate, "sees its future", -1, 1),
+    (NewlineGate, "sees its future", -1, 1),
+    (HiddenPath, "sees its future", 0, 1),
+    (ClosedGate, "sees its future", 0, T - 1),
+    (ClosedProjection, "sees its future", 0, 2),
+    (TwiceClosed, "sees its future", -1, -1),
+    (LeaksAfterTraining, "after one update, output 0 sees", 0, T - 1),
+    (LeaksInTraining, "training mode, with perturbed parameters, output 0 sees", 0, T - 1),
+    (SegmentLeak, "sees its future", 0, 7),
+    (Neighbour, "changes with the other rows of its batch", 0, 0),
+    (NeighboursFirst, "changes with the other rows of its batch", 0, 0),
+    (SeesTargets, "changes with the targets", 0, 0),
+    (OtherTrainingPath, "given targets, output", -1, -1),
+]
+
+
+@pytest.mark.parametrize(("animal", "says", "position", "ahead"), LEAKS)
+def test_a_leak_is_found_and_described(
+    animal: Callable[[], nn.Module], says: str, position: int, ahead: int
+) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        # Real text has newlines; the others take what comes.
+        ids = torch.randint(V, (8, T)).where(torch.rand(8, T) < 0.8, 10)
+        with pytest.raises(CausalityError, match=says) as caught:
+            assert_causal(animal(), ids, vocab=V, samples=8, seed=seed)
+        found = caught.value
+        assert found.size > 20 * found.tolerance > 0
+        assert f"{found.size:.3g}" in str(found)
+        assert f"{found.tolerance:.3g}" in str(found)
+        assert position in (-1, found.position)
+        assert ahead in (-1, found.ahead)
+
+
+def test_the_model_as_it_is_keeps_its_closed_gate() -> None:
+    assert_causal(ClosedGate(), vocab=V, perturb=False)
+    with pytest.raises(CausalityError):
+        assert_causal(ClosedGate(), vocab=V)
+
+
+# Innocents
+
+
+class Recurrent(Body):
+    """A GRU."""
+
+    def build(self) -> None:
+        self.rnn = nn.GRU(D, D, batch_first=True)
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return self.rnn(h)[0]
+
+
+class PaddedConvolution(CircularConvolution):
+    """The same filter with room: causal, but every output is rounded by the whole row."""
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        n, wide = h.shape[1], h.float()
+        spectrum = torch.fft.rfft(self.filter[:n].float(), n=2 * n, dim=0)
+        y = torch.fft.irfft(torch.fft.rfft(wide, n=2 * n, dim=1) * spectrum, n=2 * n, dim=1)
+        return y[:, :n].to(h.dtype)
+
+
+class RunningMean(Body):
+    """A gate from the mean so far; the causal twin of MeanGate."""
+
+    def build(self) -> None:
+        self.gate = nn.Linear(D, D)
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        count = torch.arange(1, h.shape[1] + 1)[None, :, None]
+        return h * torch.sigmoid(self.gate((h.cumsum(dim=1) / count).to(h.dtype)))
+
+
+class HardGate(Body):
+    """A hard decision on the token itself."""
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return h * (h.argmax(dim=-1) < D // 2)[..., None]
+
+
+class Dropout(Body):
+    """Drops, in training mode."""
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return F.dropout(h, 0.5, self.training)
+
+
+class Noisy(Body):
+    """Draws even in evaluation mode, and from three sources."""
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return h * random.random() + torch.randn_like(h) * float(np.random.rand())  # noqa: NPY002
+
+
+class Remembers(Body):
+    """State that goes from call to call, outside of the parameters: each pass of the guard starts afresh."""
+
+    def build(self) -> None:
+        self.memory = torch.zeros(D)
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        mixed = h + self.memory
+        self.memory = self.memory + 1
+        return mixed
+
+
+class Jittery(Body):
+    """Results that vary from run to run in the last bits, as atomic additions do."""
+
+    calls = 0
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        type(self).calls += 1
+        return h * (1 + 1e-6 * (-1) ** type(self).calls)
+
+
+class Reshaped(Body):
+    """Gives (logits, loss) in a list and takes targets."""
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> list[Tensor | None]:  # type: ignore[override]
+        logits = self.head(self.embed(ids))
+        if targets is None:
+            return [logits, None]
+        return [None, F.cross_entropy(logits.flatten(0, 1), targets.flatten())]
+
+
+INNOCENT = [
+    Body,
+    Recurrent,
+    PaddedConvolution,
+    RunningMean,
+    HardGate,
+    Dropout,
+    Noisy,
+    Remembers,
+    Jittery,
+    Reshaped,
+]
+
+
+@pytest.mark.parametrize("animal", INNOCENT)
+def test_an_innocent_passes(animal: Callable[[], nn.Module]) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        assert_causal(animal().train(seed % 2 == 0), vocab=V, length=T, seed=seed)
+
+
+@pytest.mark.parametrize("animal", [Body, PaddedConvolution, RunningMean, HardGate, Recurrent])
+def test_bf16_rounding_is_no_leak_and_hides_none(animal: Callable[[], nn.Module]) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model, leaky = animal(), Bidirectional()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert_causal(model, vocab=V, length=T, seed=seed)
+            with pytest.raises(CausalityError):
+                assert_causal(MeanGate(), vocab=V, length=T, seed=seed)
+            with pytest.raises(CausalityError):
+                assert_causal(leaky, vocab=V, length=T, seed=seed)
+        if animal is not PaddedConvolution:
+            assert_causal(model.bfloat16(), vocab=V, length=T, seed=seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    assert_causal(RunningMean().to(dtype), vocab=V, length=T)
+    with pytest.raises(CausalityError):
+        assert_causal(MeanGate().to(dtype), vocab=V, length=T)
+
+
+def test_a_leak_beyond_the_length_needs_a_longer_row() -> None:
+    class Far(Body):
+        def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+            return h.roll(-20, 1) * (torch.arange(h.shape[1]) < h.shape[1] - 20)[:, None]
+
+    assert_causal(Far(), vocab=V, length=16)
+    with pytest.raises(CausalityError) as caught:
+        assert_causal(Far(), vocab=V, length=48)
+    assert (caught.value.position, caught.value.ahead) == (0, 20)
+
+
+# The language model: whole pass and decode
+
+
+def tiny(**changes: Any) -> LLMMed:
+    return LLMMed(Config(vocab=V, d_model=32, layers=2, heads=2, max_seq_len=T, **changes))
+
+
+def test_llm_med_is_causal() -> None:
+    assert_causal(tiny(dropout=0.1, kv_heads=1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_causal(tiny())
+
+
+class LateCache(LLMMed):
+    """Decodes every piece one position too late."""
+
+    def decode(self, ids: Tensor, cache: Any) -> Tensor:
+        shifted = cache.length > 0
+        cos, sin = self.cos, self.sin
+        if shifted:
+            self.cos, self.sin = self.cos.roll(-1, 0), self.sin.roll(-1, 0)
+        try:
+            return super().decode(ids, cache)
+        finally:
+            self.cos, self.sin = cos, sin
+
+
+class OwnGenerate(Body):
+    """Generates without a `decode`, by the likeliest token; `forgets` all but the last token."""
+
+    forgets = False
+
+    def build(self) -> None:
+        self.rnn = nn.GRU(D, D, batch_first=True)
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return self.rnn(h)[0]
+
+    def generate(self, prompt: Tensor, max_new: int, temperature: float = 1.0) -> Tensor:
+        for _ in range(max_new):
+            logits = self(prompt[:, -1:] if self.forgets else prompt)[:, -1]
+            prompt = torch.cat([prompt, logits.argmax(-1, keepdim=True)], dim=1)
+        return prompt
+
+
+def test_decode_that_differs_from_the_whole_pass() -> None:
+    late = LateCache(tiny().config)
+    with pytest.raises(CausalityError, match="decoding differs") as caught:
+        assert_causal(late)
+    assert caught.value.position == T // 2  # the prompt is right, the first step is not
+    assert_causal(late, check_decode=False)
+
+
+def test_a_model_without_decode_is_judged_by_the_tokens_it_chooses() -> None:
+    model = OwnGenerate()
+    assert_causal(model, vocab=V, length=T)
+    model.forgets = True
+    with pytest.raises(CausalityError, match="decoding differs"):
+        assert_causal(model, vocab=V, length=T)
+
+
+# What stays untouched, and bad input
+
+
+@pytest.mark.parametrize("animal", [Dropout, LeaksAfterTraining, Noisy])
+def test_the_model_and_the_random_state_stay_as_they_were(animal: Callable[[], nn.Module]) -> None:
+    model = animal()
+    model.train()
+    model.head.eval()  # a flag of one part, too
+    model(torch.zeros(1, T, dtype=torch.long)).sum().backward()
+    before = copy.deepcopy(model.state_dict())
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    flags = [module.training for module in model.modules()]
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)  # noqa: NPY002
+    expected = torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)  # noqa: NPY002
+    try:
+        assert_causal(model, vocab=V)
+    except CausalityError:
+        assert animal is LeaksAfterTraining
+    found = torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+    assert torch.equal(expected[0], found[0])
+    assert expected[1:] == found[1:]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
+    assert flags == [module.training for module in model.modules()]
+
+
+def test_inside_inference_mode_and_with_tied_frozen_and_compiled_parts() -> None:
+    tied = Body()
+    tied.head.weight = tied.embed.weight
+    with torch.inference_mode():
+        assert_causal(tied, vocab=V)
+    assert_causal(tied.requires_grad_(False), vocab=V)
+    ran = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal ran
+            ran += 1
+            return graph(*args)
+
+        return call
+
+    compiled = torch.compile(RunningMean(), backend=backend)
+    ids = torch.zeros(2, T, dtype=torch.long)
+    compiled(ids)
+    assert_causal(compiled, vocab=V)
+    assert ran == 1
+    compiled(ids)
+    assert ran == 2  # and it is still compiled
+
+
+def test_what_cannot_be_judged_is_said() -> None:
+    class Unseeded(Body):
+        source = torch.Generator()
+
+        def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+            return torch.randn(h.shape, generator=type(self).source)
+
+    class Broken(Body):
+        def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+            return h / 0 * 0
+
+    class Short(Body):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids)[:, 1:]
+
+    with pytest.raises(BakeoffError, match="two equal passes"):
+        assert_causal(Unseeded(), vocab=V)
+    with pytest.raises(BakeoffError, match="not finite"):
+        assert_causal(Broken(), vocab=V)
+    with pytest.raises(ValueError, match="logits have shape"):
+        assert_causal(Short(), vocab=V)
+    with pytest.raises(TypeError, match="expected logits"):
+        assert_causal(type("Silent", (Body,), {"forward": lambda self, ids: (None, None)})(), vocab=V)
+
+
+@pytest.mark.parametrize(
+    ("ids", "settings", "says"),
+    [
+        (torch.zeros(4), {}, "expected integers"),
+        (torch.zeros(1, 1, dtype=torch.long), {}, "T >= 2"),
+        (torch.full((1, 4), V), {"vocab": V}, "outside of vocab=32"),
+        (None, {"samples": 0}, "samples=0"),
+        (None, {"length": 1}, "length=1"),
+    ],
+)
+def test_bad_arguments(ids: Tensor | None, settings: dict[str, int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        assert_causal(Body(), ids, **settings)

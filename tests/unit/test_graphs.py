@@ -1,0 +1,69 @@
+"""Whole-step capture as far as it goes without CUDA: the refusal, and how two steps are compared."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bakeoff import graphs
+from bakeoff.errors import BakeoffError
+from bakeoff.graphs import NotCapturable, capture_step, forbid_sync
+
+
+@pytest.fixture
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_without_cuda_the_caller_hears_why_and_runs_uncaptured() -> None:
+    with pytest.raises(NotCapturable, match="needs CUDA") as caught:
+        capture_step(lambda x: x)
+    assert isinstance(caught.value, BakeoffError)
+    assert not caught.value.ran
+    with pytest.raises(ValueError, match="warmup=2 must be at least 3"):
+        capture_step(lambda x: x, warmup=2)
+
+
+@pytest.mark.usefixtures("without_cuda")
+def test_forbid_sync_does_nothing_without_cuda() -> None:
+    with forbid_sync():
+        assert torch.ones(2).sum().item() == 2.0
+
+
+def watched(step_rate: float, rows: int = 4, extra: bool = False) -> graphs._Watched:
+    """What the profiler tells of one small training step."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=step_rate)
+    seen = graphs._Watched()
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, record_shapes=True, acc_events=True) as profiler:
+        y: Tensor = model(torch.ones(rows, 3))
+        if extra:
+            y = y.tanh()
+        y.sum().backward()
+        optimizer.step()
+    seen.read(profiler.profiler.kineto_results.experimental_event_tree())
+    return seen
+
+
+def test_equal_steps_compare_equal_and_are_seen_backward_and_all() -> None:
+    one, two = watched(0.1), watched(0.1)
+    graphs._compare(one.ops, two.ops)
+    names = [name for name, _ in one.ops]
+    assert names.index("aten::linear") < names.index("aten::sum") < names.index("aten::mm")
+    assert one.on_device == set()
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"step_rate": 0.05}, r"an argument changes from -0\.1 to -0\.05 between two steps"),
+        ({"step_rate": 0.1, "rows": 5}, r"an argument changes from .*4.* to .*5"),
+        ({"step_rate": 0.1, "extra": True}, r"where the next runs aten::tanh"),
+    ],
+)
+def test_a_step_that_differs_is_named(other: dict[str, float], says: str) -> None:
+    with pytest.raises(NotCapturable, match=says) as caught:
+        graphs._compare(watched(0.1).ops, watched(**other).ops)  # type: ignore[arg-type]
+    assert caught.value.op.startswith("aten::")
