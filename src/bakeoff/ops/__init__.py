@@ -1,4 +1,6 @@
 """The ops: one folder each, one line here each. Importing this declares them all; none imports triton."""
 
+from bakeoff.ops.adamw import adamw_ as adamw_
+from bakeoff.ops.adamw import global_norm as global_norm
 from bakeoff.ops.rms_norm import rms_norm as rms_norm
 from bakeoff.ops.rotary import rotary as rotary

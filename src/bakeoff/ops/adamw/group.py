@@ -1,0 +1,78 @@
+"""What one update works on: a group's tensors, its settings, and weights kept wider than parameters."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Group", "Guard", "Hyper", "factor_of", "join", "log_beta", "rate_of", "split"]
+
+
+class Group(NamedTuple):
+    """Lists of equal length, one entry a tensor; every tensor of an entry has the parameter's shape."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avg: list[Tensor]
+    exp_avg_sq: list[Tensor]
+    steps: list[Tensor]
+    """Steps taken so far, float32 scalars: one for each tensor, or a single one for all."""
+    master: list[Tensor] | None = None
+    """Weights wider than the parameters: float32, or the int16 remainders of bfloat16 ones (`split`)."""
+
+
+class Hyper(NamedTuple):
+    """The settings of an update. Tensors among them are scalars on the device; the host never reads them."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool = False
+    clip_coef: Tensor | None = None
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+    lr_mult: Tensor | None = None
+
+
+class Guard(NamedTuple):
+    """Device scalars: the gradients' norm (unscaled), the coefficient that clips it, 1 to skip the step."""
+
+    norm: Tensor
+    clip_coef: Tensor
+    found_inf: Tensor
+
+
+def rate_of(how: Hyper) -> float | Tensor:
+    """lr * lr_mult, in float64 where it is a tensor."""
+    lr = how.lr.double() if isinstance(how.lr, Tensor) else how.lr
+    return lr if how.lr_mult is None else lr * how.lr_mult.double()
+
+
+def factor_of(how: Hyper) -> float | Tensor:
+    """What gradients are multiplied by: the clip coefficient over the loss scale, negative to maximize."""
+    factor: float | Tensor = -1.0 if how.maximize else 1.0
+    if how.clip_coef is not None:
+        factor = factor * how.clip_coef
+    if how.grad_scale is not None:
+        factor = factor / how.grad_scale
+    return factor
+
+
+def join(param: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 weight whose bits are those of the bfloat16 `param`, shifted up, plus the remainder."""
+    return ((param.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+
+
+def split(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest bfloat16 (halves away from zero) and the int16 remainder; `join` restores the bits."""
+    bits = weight.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
+
+
+def log_beta(beta: float) -> float:
+    """ln(beta), so that beta^t = exp(t * ln(beta)); -inf for 0."""
+    return math.log(beta) if beta > 0 else -math.inf

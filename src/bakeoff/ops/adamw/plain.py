@@ -1,0 +1,188 @@
+"""The candidates made of PyTorch's own parts: each updates a `Group` in place, none reads a value."""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bakeoff.ops.adamw.group import Group, Guard, Hyper, factor_of, join, rate_of, split
+from bakeoff.ops.adamw.reference import moved
+
+__all__ = ["compiled", "foreach", "fused", "guard", "loop", "norm"]
+
+
+def loop(group: Group, how: Hyper) -> None:
+    """The definition, tensor by tensor, computed in float32 (float64 for float64) and rounded once."""
+    weights = _weights(group)
+    rate, factor = rate_of(how), factor_of(how)
+    skip = None if how.found_inf is None else how.found_inf != 0
+    _advance(group.steps, how.found_inf)
+    for i, (w, g, m, v) in enumerate(zip(weights, group.grads, group.exp_avg, group.exp_avg_sq, strict=True)):
+        wide = torch.promote_types(torch.promote_types(w.dtype, m.dtype), torch.float32)
+        t = group.steps[i if len(group.steps) > 1 else 0].double()
+        new = moved(
+            w.to(wide), g.to(wide) * factor, m.to(wide), v.to(wide), t, rate,
+            how.beta1, how.beta2, how.eps, how.weight_decay,
+        )  # fmt: skip
+        for old, now in zip((w, m, v), new, strict=True):
+            old.copy_(now if skip is None else torch.where(skip, old, now.to(old.dtype)))
+    _store(group, weights)
+
+
+def foreach(group: Group, how: Hyper) -> None:
+    """PyTorch's horizontally fused functions, as torch.optim.AdamW(foreach=True) uses them under capture."""
+    weights = _weights(group)
+    _advance(group.steps, None)
+    _foreach(weights, group.grads, group.exp_avg, group.exp_avg_sq, group.steps, how)
+    _store(group, weights)
+
+
+def fused(group: Group, how: Hyper) -> None:
+    """torch._fused_adamw_, the kernel of torch.optim.AdamW(fused=True)."""
+    weights, grads = _weights(group), group.grads
+    _advance(group.steps, how.found_inf)
+    steps = group.steps if len(group.steps) == len(weights) else group.steps * len(weights)
+    rate, factor = rate_of(how), factor_of(how._replace(maximize=False))
+    # Its own grad_scale would write the scaled gradients back.
+    grads = _scaled(grads, factor, weights[0].dtype)
+    torch._fused_adamw_(
+        weights, grads, group.exp_avg, group.exp_avg_sq, [], steps,
+        lr=_fit(rate, weights), beta1=how.beta1, beta2=how.beta2,
+        weight_decay=how.weight_decay, eps=how.eps, amsgrad=False, maximize=how.maximize,
+        grad_scale=None, found_inf=None if how.found_inf is None else how.found_inf.float(),
+    )  # fmt: skip
+    _store(group, weights)
+
+
+def compiled(group: Group, how: Hyper) -> None:
+    """torch.compile of `foreach`: one compilation for each list of shapes."""
+    weights = _weights(group)
+    _advance(group.steps, None)
+    lr = how.lr if isinstance(how.lr, Tensor) else _scalar(how.lr, weights[0].device)
+    unit = (
+        len(group.steps), how.beta1, how.beta2, how.eps, how.weight_decay, how.maximize,
+        *[
+            (w.shape, w.dtype, g.dtype, m.dtype)
+            for w, g, m in zip(weights, group.grads, group.exp_avg, strict=True)
+        ],
+    )  # fmt: skip
+    _unit(unit)(weights, group.grads, group.exp_avg, group.exp_avg_sq, group.steps, how._replace(lr=lr))
+    _store(group, weights)
+
+
+@lru_cache(maxsize=64)
+def _unit(_: tuple[Any, ...]) -> Callable[..., None]:
+    """A code object of its own: torch.compile gives up after a few recompilations of one."""
+    twin = types.FunctionType(_foreach.__code__.replace(), _foreach.__globals__, _foreach.__name__)
+    return torch.compile(twin, fullgraph=True, dynamic=False)
+
+
+def _foreach(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    m: list[Tensor],
+    v: list[Tensor],
+    steps: list[Tensor],
+    how: Hyper,
+) -> None:
+    rate, factor = rate_of(how), factor_of(how)
+    grads = _scaled(grads, factor, m[0].dtype)
+    if how.weight_decay:
+        torch._foreach_mul_(weights, _fit(1 - rate * how.weight_decay, weights))
+    torch._foreach_lerp_(m, grads, 1 - how.beta1)
+    torch._foreach_mul_(v, how.beta2)
+    torch._foreach_addcmul_(v, grads, grads, 1 - how.beta2)
+    counts = [t.double() for t in steps]
+    sizes = [_fit(rate / (how.beta1**t - 1), weights) for t in counts]
+    roots = [_fit((1 - how.beta2**t).sqrt(), weights) for t in counts]
+    if len(steps) < len(weights):
+        sizes, roots = sizes * len(weights), roots * len(weights)
+    below = list(torch._foreach_sqrt(v))
+    torch._foreach_div_(below, roots)
+    torch._foreach_add_(below, how.eps)
+    torch._foreach_div_(below, sizes)
+    torch._foreach_addcdiv_(weights, m, below)
+
+
+def guard(
+    grads: Sequence[Tensor],
+    max_norm: float | None,
+    skip_nonfinite: bool,
+    found_inf: Tensor | None,
+    grad_scale: Tensor | None,
+    skipped: Tensor | None,
+) -> Guard:
+    """Judges gradients of one device by their global norm, in a handful of small kernels."""
+    total = norm(grads)
+    if grad_scale is not None:
+        total = total / grad_scale
+    coefficient = torch.ones_like(total) if max_norm is None else (max_norm / (total + 1e-6)).clamp(max=1.0)
+    skip = torch.zeros_like(total, dtype=torch.bool)
+    if skip_nonfinite:
+        skip = ~torch.isfinite(total)
+    if found_inf is not None:
+        skip = skip | (found_inf != 0).reshape(())
+    if skipped is not None:
+        skipped += skip
+    return Guard(total, coefficient, skip.to(total.dtype))
+
+
+def norm(grads: Sequence[Tensor]) -> Tensor:
+    """The global norm by PyTorch's foreach functions, in float32 (float64 for float64)."""
+    wide = functools.reduce(torch.promote_types, {g.dtype for g in grads}, torch.float32)
+    norms = torch._foreach_norm(list(grads), 2, dtype=wide)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(wide) for n in norms]))
+    return total
+
+
+def _advance(steps: list[Tensor], found_inf: Tensor | None) -> None:
+    torch._foreach_add_(steps, 1.0)
+    if found_inf is not None:
+        undone = (found_inf != 0).to(steps[0].dtype).reshape(())
+        torch._foreach_sub_(steps, [undone] * len(steps))
+
+
+def _weights(group: Group) -> list[Tensor]:
+    """What the update moves: the parameters, or the wider weights behind them."""
+    if group.master is None:
+        return group.params
+    if group.master[0].dtype == torch.int16:
+        return [join(p, r) for p, r in zip(group.params, group.master, strict=True)]
+    return group.master
+
+
+def _store(group: Group, weights: list[Tensor]) -> None:
+    """Round wider weights to the parameters."""
+    if group.master is None:
+        return
+    if group.master[0].dtype != torch.int16:
+        torch._foreach_copy_(group.params, group.master)
+        return
+    for param, remainder, weight in zip(group.params, group.master, weights, strict=True):
+        high, low = split(weight)
+        param.copy_(high)
+        remainder.copy_(low)
+
+
+def _scaled(grads: list[Tensor], factor: float | Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """factor * g in `dtype`, in new tensors where that changes anything."""
+    grads = [g.to(dtype) for g in grads]
+    if isinstance(factor, Tensor) or factor != 1.0:
+        grads = [g.to(dtype) for g in torch._foreach_mul(grads, _fit(factor, grads))]  # scalars get promoted
+    return grads
+
+
+def _fit(value: float | Tensor, weights: list[Tensor]) -> Any:
+    """A scalar in a dtype that PyTorch's horizontally fused functions take beside `weights`."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(torch.float64 if weights[0].dtype == torch.float64 else torch.float32)
+
+
+def _scalar(value: float, device: torch.device) -> Tensor:
+    """A device scalar made by a kernel: no copy that the host could wait for."""
+    return torch.full((), value, dtype=torch.float64, device=device)

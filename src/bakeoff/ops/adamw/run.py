@@ -1,0 +1,146 @@
+"""From lists of tensors to the candidate that updates them: the list form of selection."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from bakeoff.errors import Unsupported
+from bakeoff.ops.adamw.group import Group, Guard, Hyper
+from bakeoff.ops.adamw.op import NORM, OP, Norm, Stacked, norm_case, update_case
+from bakeoff.select import hot, policy
+from bakeoff.select.dispatch import choose
+from bakeoff.select.key import key
+from bakeoff.select.op import Case, Op
+from bakeoff.select.tune import recordings
+
+__all__ = ["guard", "overlap", "update"]
+
+
+def update(group: Group, how: Hyper, impl: str | None, *, overlapping: bool) -> None:
+    """Take one step with the candidate selected for this group, or with `impl`.
+
+    `overlapping` says whether parameters share memory (see `overlap`). The tensors of a list have one
+    device and one dtype. Layouts may differ: what doesn't lie as its parameter does is copied, and back.
+    """
+    if not group.params:
+        return
+    first = group.params[0]
+    known = (
+        len(group.params), sum([p.numel() for p in group.params]), first.device,
+        first.dtype, group.grads[0].dtype, group.exp_avg[0].dtype,
+        None if group.master is None else group.master[0].dtype,
+        how.clip_coef is not None or how.grad_scale is not None, how.found_inf is not None, overlapping,
+    )  # fmt: skip
+    chosen: Stacked = _chosen(OP, known, update_case, impl)
+    dense, copies = _densified(group)
+    chosen.update(dense, how)
+    for target, source in copies:
+        target.copy_(source)
+
+
+def guard(
+    grads: list[Tensor],
+    max_norm: float | None,
+    skip_nonfinite: bool,
+    found_inf: Tensor | None,
+    grad_scale: Tensor | None,
+    skipped: Tensor | None,
+    impl: str | None = None,
+) -> Guard:
+    """Judge the gradients of one device by their global norm, which is in the result.
+
+    Args:
+        max_norm: the norm that clip_coef brings larger gradients down to; None: clip_coef is 1.
+        skip_nonfinite: whether a norm that is not finite sets found_inf.
+        found_inf, grad_scale: as GradScaler sets them: merged into the result, and divided out of the norm.
+        skipped: int64 scalar, advanced by one where found_inf is set.
+        impl: the candidate to run; by default the selected one.
+    """
+    dtype = functools.reduce(torch.promote_types, {g.dtype for g in grads})
+    known = (len(grads), sum([g.numel() for g in grads]), grads[0].device, dtype)
+    chosen: Norm = _chosen(NORM, known, norm_case, impl)
+    dense = [g if g.is_contiguous() or _is_dense(g) else g.contiguous() for g in grads]
+    judged: Guard = chosen.guard(dense, max_norm, skip_nonfinite, found_inf, grad_scale, skipped)
+    return judged
+
+
+def _chosen(op: Op, known: tuple[Any, ...], make: Callable[..., Case], impl: str | None) -> Any:
+    """The candidate for a group, as `dispatch` finds it for a call: remembered, recorded and forced alike."""
+    decided = hot.memo.get()
+    if decided is None:
+        decided = hot.process_memo
+    where = (op, torch._C._get_deterministic_algorithms(), *known)
+    if impl is None and where in decided:
+        return decided[where]
+    case = make(*known)
+    if impl is not None:
+        candidate = op.candidate(impl)
+        reasons = candidate.reasons(case)
+        if reasons:
+            raise Unsupported(f"{op.name}: {impl!r} can't take this case: {'; '.join(reasons)}")
+        return candidate.call
+    settings = policy.current()
+    if recordings:
+        recordings[-1][key(op, case, settings.on(case.device)), case.device] = (op, case)
+        if settings.policy in ("tune", "strict"):  # the contest comes after the recording
+            settings = msgspec.structs.replace(settings, policy="table")
+        return choose(op, case, settings).candidate.call
+    call = choose(op, case, settings).candidate.call
+    decided[where] = call
+    return call
+
+
+def overlap(params: list[Tensor]) -> bool:
+    """Whether two parameters share memory, so that their updates must run one after the other."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + _extent(p)) for p in params if p.numel())
+    return any(low < end for (_, end), (low, _) in itertools.pairwise(spans))
+
+
+def _extent(tensor: Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size()
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()
+
+
+class _Copies(NamedTuple):
+    group: Group
+    back: list[tuple[Tensor, Tensor]]
+    """(original, dense copy) of tensors that the update writes."""
+
+
+def _densified(group: Group) -> _Copies:
+    """The group with every entry's tensors dense and in one order, by copies where they are not."""
+    columns = [group.params, group.grads, group.exp_avg, group.exp_avg_sq]
+    if group.master is not None:
+        columns.append(group.master)
+    if all(t.is_contiguous() for column in columns for t in column):
+        return _Copies(group, [])
+    fresh = [list(column) for column in columns]
+    back = []
+    for i, entry in enumerate(zip(*columns, strict=True)):
+        model = entry[0] if _is_dense(entry[0]) else torch.empty(entry[0].shape, device="meta")
+        for column, tensor in enumerate(entry):
+            if tensor.stride() == model.stride():
+                continue
+            copy = torch.empty_strided(model.shape, model.stride(), dtype=tensor.dtype, device=tensor.device)
+            fresh[column][i] = copy.copy_(tensor)
+            if column != 1:  # gradients are only read
+                back.append((tensor, copy))
+    master = fresh[4] if group.master is not None else None
+    return _Copies(Group(fresh[0], fresh[1], fresh[2], fresh[3], group.steps, master), back)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True

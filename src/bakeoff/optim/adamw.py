@@ -1,0 +1,380 @@
+"""AdamW in one update launch for all tensors of a group, with clipping and skipping on the device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, which imports all of torch._dynamo
+from torch.optim.optimizer import Optimizer
+
+from bakeoff.ops.adamw.group import Group, Guard, Hyper, join, split
+from bakeoff.ops.adamw.op import check_hyper
+from bakeoff.ops.adamw.run import guard, overlap, update
+
+__all__ = ["AdamW"]
+
+_MASTERS = (None, "float32", "remainder")
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+class AdamW(Optimizer):
+    """torch.optim.AdamW, with the fastest correct implementation and without host synchronisation.
+
+    The arithmetic is that of `bakeoff.ops.adamw_`. A drop-in: parameter groups, schedulers, closures,
+    GradScaler and `state_dict` (keys ``step``, ``exp_avg``, ``exp_avg_sq``) work both ways with torch's.
+    Every step may be captured in a CUDA graph; a learning rate assigned later, by hand or by a scheduler,
+    reaches the graph's next replay (betas, eps and weight decay are constants of the graph). Take one step
+    outside capture first.
+
+    Args:
+        params: parameters, named parameters or group dicts; float16, bfloat16, float32 or float64.
+        lr: learning rate >= 0, a number or a scalar tensor.
+        betas, eps, weight_decay, maximize: as torch's.
+        amsgrad, differentiable: not supported; True raises.
+        foreach, fused: True forces that candidate; None and False leave the choice to selection.
+        capturable: accepted for torch's sake; every step is.
+        max_grad_norm: gradients whose global norm (over all groups) is larger are scaled down to it, as by
+            torch.nn.utils.clip_grad_norm_, but without another pass that writes them.
+        skip_nonfinite: a step whose global norm is not finite changes nothing, ``step`` included, and
+            advances `skipped`.
+        master_weights: None; ``"float32"``: keeps a float32 copy of each 16-bit parameter and float32 moments
+            (state key ``master``); ``"remainder"``: the same bits in 2 bytes fewer, as the int16 difference
+            between a bfloat16 parameter and its float32 weight (state key ``remainder``).
+        impl: candidate of adamw_ to use; by default the selected one.
+
+    Attributes:
+        grad_norm: scalar tensor on the device, the unclipped global norm of the last step; None without
+            max_grad_norm and skip_nonfinite.
+        skipped: int64 scalar tensor on the device, the steps skipped so far; None before the first step.
+
+    Raises:
+        ValueError, TypeError: settings, dtypes or duplicate parameters that make no sense.
+        RuntimeError: sparse gradients.
+
+    Source: Loshchilov & Hutter 2019, Decoupled Weight Decay Regularization.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = AdamW([weight], lr=0.1, max_grad_norm=1.0)
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> optimizer.step()
+        >>> optimizer.grad_norm
+        tensor(5.)
+    """
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = True,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        master_weights: str | None = None,
+        impl: str | None = None,
+    ) -> None:
+        del capturable
+        if differentiable:
+            raise ValueError(
+                "AdamW: steps are taken in place and can't be differentiated; use torch.optim.AdamW"
+            )
+        if foreach and fused:
+            raise ValueError("AdamW: foreach and fused are two candidates; set one of them at most")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(
+                f"AdamW: max_grad_norm must be positive, got {max_grad_norm}; None turns clipping off"
+            )
+        if master_weights not in _MASTERS:
+            raise ValueError(
+                f"AdamW: master_weights must be None, 'float32' or 'remainder', got {master_weights!r}"
+            )
+        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
+        self.master_weights = master_weights
+        self.impl = impl or ("foreach" if foreach else "fused" if fused else None)
+        self.grad_norm: Tensor | None = None
+        self.skipped: Tensor | None = None
+        self._step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to step()
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
+            "maximize": maximize, "foreach": None, "capturable": False, "differentiable": False,
+            "fused": None, "decoupled_weight_decay": True,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch's; raises for settings or parameters that AdamW can't take."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1] = _ParamGroup(self.param_groups[-1])
+        # Every step is; torch, which reads this too, captures on CUDA only.
+        group["capturable"] = any(p.is_cuda for p in group["params"])
+        try:
+            self._check(group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check(self, group: dict[str, Any]) -> None:
+        if group["amsgrad"]:
+            raise ValueError("AdamW: amsgrad is not supported; use torch.optim.AdamW(amsgrad=True)")
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError(f"AdamW: a tensor lr must have one element, got shape {tuple(lr.shape)}")
+        if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
+            raise TypeError("AdamW: betas must be numbers, not tensors; pass betas=(float(b1), float(b2))")
+        check_hyper(lr, beta1, beta2, group["eps"], group["weight_decay"])
+        seen: set[Tensor] = set()
+        for i, p in enumerate(group["params"]):
+            if p in seen:
+                raise ValueError(
+                    f"AdamW: parameter {i} of the group is in it twice; model.parameters() lists it once"
+                )
+            seen.add(p)
+            if not p.dtype.is_floating_point:
+                raise TypeError(f"AdamW: parameter {i} is {p.dtype}; it takes real floating point parameters")
+            if self.master_weights == "remainder" and p.dtype not in (torch.bfloat16, torch.float32):
+                raise TypeError(
+                    f"AdamW: master_weights='remainder' extends bfloat16, and parameter {i} is {p.dtype}; "
+                    f"use 'float32'"
+                )
+
+    @_disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step and returns the closure's loss, if one was given. The host does not wait."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        lots: list[tuple[Any, Group]] = [
+            (group, lot) for group in self.param_groups for lot in self._lots(group)
+        ]
+        if not lots:
+            return loss
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        judged = self._judge([lot for _, lot in lots], scale, found_inf)
+        for group, lot in lots:
+            device = lot.params[0].device
+            beta1, beta2 = group["betas"]
+            how = Hyper(
+                group.rate(device), beta1, beta2, group["eps"], group["weight_decay"], group["maximize"],
+                None if judged is None or self.max_grad_norm is None else judged.clip_coef,
+                _at(found_inf, device) if judged is None else judged.found_inf,
+                _at(scale, device),
+            )  # fmt: skip
+            if judged is not None and found_inf is None and not self.skip_nonfinite:
+                how = how._replace(found_inf=None)
+            update(lot, how, self.impl, overlapping=group.overlaps(lot.params))
+        return loss
+
+    def _judge(self, lots: list[Group], scale: Tensor | None, found_inf: Tensor | None) -> Guard | None:
+        """The norm of all gradients and what follows from it, where anything does."""
+        if self.max_grad_norm is None and not self.skip_nonfinite:
+            return None
+        grads = [g for lot in lots for g in lot.grads]
+        devices = {g.device for g in grads}
+        if len(devices) > 1:
+            raise ValueError(
+                f"AdamW: max_grad_norm and skip_nonfinite need all gradients on one device, got "
+                f"{', '.join(sorted(map(str, devices)))}; use one optimizer for each device"
+            )
+        (device,) = devices
+        if self.skipped is None or self.skipped.device != device:
+            self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        judged = guard(
+            grads,
+            self.max_grad_norm,
+            self.skip_nonfinite,
+            _at(found_inf, device),
+            _at(scale, device),
+            self.skipped,
+        )
+        self.grad_norm = judged.norm
+        return judged
+
+    def _lots(self, group: dict[str, Any]) -> list[Group]:
+        """The group's parameters that have gradients, in lots of one device and one set of dtypes."""
+        params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return []
+        grads: list[Any] = [p.grad for p in params]
+        if {g.layout for g in grads} != {torch.strided}:
+            raise RuntimeError("AdamW does not support sparse gradients; use torch.optim.SparseAdam")
+        states = [self.state[p] for p in params]
+        if not all(states):
+            self._start([p for p, state in zip(params, states, strict=True) if not state])
+        columns = [
+            params,
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["step"] for state in states],
+            [state.get("master", state.get("remainder")) for state in states],
+        ]
+        if not {type(p) for p in params} <= _PLAIN:
+            columns = self._local_shards(columns)
+        kinds = list(
+            zip(
+                [p.get_device() for p in params],
+                *[[None if t is None else t.dtype for t in columns[i]] for i in (0, 1, 2, 3, 5)],
+                strict=True,
+            )
+        )
+        lots = []
+        for kind in dict.fromkeys(kinds):
+            mine = columns
+            if kinds.count(kind) < len(kinds):
+                mine = [[t for t, k in zip(c, kinds, strict=True) if k == kind] for c in columns]
+            master = mine[5] if mine[5][0] is not None else None
+            lots.append(Group(mine[0], mine[1], mine[2], mine[3], mine[4], master))
+        return lots
+
+    def _local_shards(self, columns: list[list[Any]]) -> list[list[Any]]:
+        """This rank's shards of DTensors; other tensors as they are."""
+        sharded = any(hasattr(p, "to_local") for p in columns[0])
+        if sharded and (self.max_grad_norm is not None or self.skip_nonfinite):
+            raise ValueError(
+                "AdamW: max_grad_norm and skip_nonfinite see this rank's shards only; clip sharded "
+                "parameters with torch.nn.utils.clip_grad_norm_"
+            )
+        return [[t.to_local() if hasattr(t, "to_local") else t for t in column] for column in columns]
+
+    def _start(self, params: list[Tensor]) -> None:
+        """The state of parameters before their first step; a device's step counters share one allocation."""
+        counts: dict[torch.device, list[Tensor]] = {}
+        for p in params:
+            counts.setdefault(p.device, []).append(p)
+        for device, members in counts.items():
+            steps = torch.zeros(len(members), dtype=torch.float32, device=device)
+            for p, step in zip(members, steps.unbind(0), strict=True):
+                state = self.state[p]
+                state["step"] = step
+                wide = self._wide(p)
+                dtype = torch.float32 if wide else p.dtype
+                state["exp_avg"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+                if wide:
+                    self._widen(p, p.detach().float())
+
+    def _wide(self, p: Tensor) -> bool:
+        return self.master_weights is not None and p.dtype in (torch.float16, torch.bfloat16)
+
+    def _widen(self, p: Tensor, weight: Tensor) -> None:
+        """Keep `weight`, of which p is the rounding, beside p."""
+        if self.master_weights == "remainder":
+            self.state[p]["remainder"] = split(weight)[1]
+        else:
+            self.state[p]["master"] = weight
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up the state of this class or of torch.optim.AdamW; wider state keeps its dtype.
+
+        Raises:
+            ValueError: groups that don't match, or a state with amsgrad.
+        """
+        super().load_state_dict(state_dict)
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(saved, params, strict=True):
+            found = state_dict["state"].get(i)
+            if not found:
+                continue
+            state = self.state[p]
+            dtype = torch.float32 if self._wide(p) else p.dtype
+            for key in ("exp_avg", "exp_avg_sq"):  # torch's loader has rounded them to the parameter's dtype
+                state[key] = found[key].to(p.device, dtype)
+            state["step"] = torch.as_tensor(found["step"], dtype=torch.float32).to(p.device).clone()
+            self._load_master(p, found)
+
+    def _load_master(self, p: Tensor, found: dict[str, Any]) -> None:
+        state = self.state[p]
+        weight = None
+        if "master" in found:
+            weight = found["master"].to(p.device)
+        elif "remainder" in found:
+            state["remainder"] = found["remainder"].to(p.device)
+            weight = join(p, state["remainder"])
+        for key in ("master", "remainder"):
+            state.pop(key, None)
+        if self._wide(p):
+            self._widen(p, p.detach().float() if weight is None else weight)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("max_grad_norm", "skip_nonfinite", "master_weights", "impl", "grad_norm", "skipped")
+        return {
+            **super().__getstate__(),
+            **{key: getattr(self, key) for key in kept},
+            "_step_supports_amp_scaling": True,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for i, group in enumerate(self.param_groups):
+            group.setdefault("amsgrad", False)
+            group.setdefault("maximize", False)
+            # Which of torch's implementations a checkpoint was made with says nothing about this optimizer.
+            group.update({key: self.defaults[key] for key in ("foreach", "differentiable", "fused")})
+            group["decoupled_weight_decay"] = True
+            group["capturable"] = any(p.is_cuda for p in group["params"])
+            if not isinstance(group, _ParamGroup):
+                self.param_groups[i] = _ParamGroup(group)
+            self._check(self.param_groups[i])
+
+
+class _ParamGroup(dict[str, Any]):
+    """A parameter group that mirrors its learning rate on each device, for captured graphs to read."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.rates: dict[torch.device, Tensor] = {}
+        self.known: dict[tuple[torch.device, torch.dtype], tuple[list[int], bool]] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if key == "lr":
+            for rate in self.__dict__.get("rates", {}).values():  # none yet while being unpickled
+                rate.fill_(value)
+
+    def rate(self, device: torch.device) -> float | Tensor:
+        """The learning rate for an update on `device`: a number, or a scalar that later assignments reach."""
+        lr: float | Tensor = self["lr"]
+        if isinstance(lr, Tensor) and lr.device == device:
+            return lr
+        if device.type != "cuda":
+            return float(lr)
+        if isinstance(lr, Tensor):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"AdamW: changes of an lr on {lr.device} can't reach a CUDA graph; use a number, or a "
+                    f"tensor on {device}"
+                )
+            return float(lr) if lr.device.type == "cpu" else lr.to(device, non_blocking=True)
+        if device not in self.rates:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("AdamW: take one step outside CUDA graph capture before capturing one")
+            self.rates[device] = torch.full((), 0.0, dtype=torch.float64, device=device).fill_(lr)
+        return self.rates[device]
+
+    def overlaps(self, params: list[Tensor]) -> bool:
+        """Whether parameters share memory; found out anew when one has moved."""
+        kind = params[0].device, params[0].dtype
+        addresses = [p.data_ptr() for p in params]
+        if kind not in self.known or self.known[kind][0] != addresses:
+            self.known[kind] = addresses, overlap(params)
+        return self.known[kind][1]
+
+
+def _at(scalar: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if scalar is None else scalar.to(device, non_blocking=True)

@@ -1,0 +1,141 @@
+"""Every adamw_ and global_norm kernel in its production tilings, built for GPUs that need not be here."""
+
+from typing import Any
+
+import pytest
+import triton.language as tl
+
+from aot import SHARED_LIMIT, TARGETS, Built, build
+from bakeoff.ops.adamw import kernels
+from bakeoff.ops.adamw.kernels import NORM, UPDATE, Tiling
+
+FORMS: dict[str, tuple[Any, Any, Any, str | None]] = {
+    "fp32": (tl.float32, tl.float32, tl.float32, None),
+    "fp16": (tl.float16, tl.float16, tl.float16, None),
+    "bf16": (tl.bfloat16, tl.bfloat16, tl.bfloat16, None),
+    "fp32 master": (tl.bfloat16, tl.bfloat16, tl.float32, "float32"),
+    "remainder": (tl.int16, tl.bfloat16, tl.float32, "remainder"),
+}
+
+
+def fits(built: Built) -> None:
+    assert built.spills == 0
+    assert built.shared <= SHARED_LIMIT[built.target]
+
+
+def wide(built: Built, loads: int, stores: int) -> None:
+    """Whole blocks move 16 bytes an access. On AMD the compiler can't be asked for that by a hint alone."""
+    if built.target.startswith("sm_"):
+        assert built.loads.get(128, 0) >= loads
+        assert built.stores.get(128, 0) >= stores
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("each", [0, 1])
+def test_update(target: str, form: str, each: int) -> None:
+    param, grad, state, master = FORMS[form]
+    tiling = UPDATE[state.primitive_bitwidth // 8]
+    built = build(
+        kernels._update,
+        {
+            "table": "*i64", "chunks": "*i32", "constants": "*fp32", "N": "i64",
+            "rest1": "fp32", "beta2": "fp32", "rest2": "fp32", "eps": "fp32",
+        },
+        {
+            "PARAM": param, "GRAD": grad, "STATE": state, "MASTER": master, "EACH": each,
+            "CHUNK": tiling.chunk, "BLOCK": tiling.block,
+        },
+        target,
+        num_warps=tiling.warps,
+    )  # fmt: skip
+    fits(built)
+    each_thread = tiling.block // (32 * tiling.warps)
+    # Elements of 4 and 2 bytes: what a block's p, g, m, v and master come to in accesses of 16 bytes.
+    bits = {"read": [param, grad, state, state], "written": [param, state, state]}
+    if master is not None:
+        bits["read"] = [grad, state, state, tl.float32 if master == "float32" else tl.int16]
+        bits["read"] += [param] if master == "remainder" else []
+        bits["written"] = [param, state, state, tl.float32 if master == "float32" else tl.int16]
+    loads, stores = (
+        sum(each_thread * t.primitive_bitwidth // 128 for t in bits[side]) for side in ("read", "written")
+    )
+    wide(built, loads, stores)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("grad", [tl.float32, tl.bfloat16, tl.float16], ids=str)
+def test_sum_of_squares(target: str, grad: Any) -> None:
+    built = build(
+        kernels._sum_squares,
+        {"table": "*i64", "chunks": "*i32", "partial": "*fp32", "N": "i64", "count": "i32"},
+        {"GRAD": grad, "CHUNK": NORM.chunk, "BLOCK": NORM.block},
+        target,
+        num_warps=NORM.warps,
+    )
+    fits(built)
+    wide(built, NORM.block // (32 * NORM.warps) * grad.primitive_bitwidth // 128, 0)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("full", [False, True])
+def test_judge(target: str, full: bool) -> None:
+    optional = {"skipped": "*i64", "found_inf": "*fp32", "grad_scale": "*fp32"}
+    built = build(
+        kernels._judge,
+        {
+            "partial": "*fp32",
+            "verdict": "*fp32",
+            "P": "i32",
+            "max_norm": "fp32",
+            **(optional if full else {}),
+        },
+        {
+            "CLIP": full,
+            "SKIP": full,
+            "BLOCK": kernels.JUDGE_BLOCK,
+            **({} if full else dict.fromkeys(optional)),
+        },
+        target,
+        num_warps=4,
+    )
+    fits(built)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("full", [False, True])
+def test_prepare(target: str, full: bool) -> None:
+    optional = {
+        "lr_at": "*fp64", "lr_mult": "*fp32",
+        "clip_coef": "*fp32", "found_inf": "*fp32", "grad_scale": "*fp32",
+    }  # fmt: skip
+    numbers = dict.fromkeys(("lr", "weight_decay", "log_beta1", "log_beta2"), "fp64")
+    built = build(
+        kernels._prepare,
+        {
+            "table": "*i64", "constants": "*fp32", "N": "i64", "S": "i32", "sign": "fp32", **numbers,
+            **(optional if full else {}),
+        },
+        {"BLOCK": kernels.PREPARE_BLOCK, **({} if full else dict.fromkeys(optional))},
+        target,
+        num_warps=4,
+    )  # fmt: skip
+    fits(built)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_fetch(target: str) -> None:
+    numbers = {"source": "i64", "count": "i32"}
+    fits(
+        build(
+            kernels._fetch, {"target": "*i32", **numbers}, {"BLOCK": kernels.FETCH_BLOCK}, target, num_warps=4
+        )
+    )
+
+
+def test_chunks_are_whole_blocks_that_keep_the_alignment() -> None:
+    """Chunks start on 16 bytes in any dtype, so only a tensor's own address decides about its alignment."""
+    tilings: list[Tiling] = [*UPDATE.values(), NORM]
+    for tiling in tilings:
+        assert tiling.chunk % tiling.block == 0
+        assert tiling.block % (8 * 32) == 0

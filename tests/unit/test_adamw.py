@@ -1,0 +1,638 @@
+"""adamw_ and bakeoff.optim.AdamW against torch.optim.AdamW, on the CPU."""
+
+import copy
+import io
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import bakeoff
+from bakeoff.ops.adamw import adamw_, global_norm
+from bakeoff.ops.adamw.group import join, split
+from bakeoff.ops.adamw.op import NORM, OP, norm_case, update_case
+from bakeoff.ops.adamw.run import overlap
+from bakeoff.optim import AdamW
+from bakeoff.select.contest import contest
+
+SHAPES: list[tuple[int, ...]] = [(3, 5), (7,), (), (33, 4), (0, 3)]
+CANDIDATES = ["loop", "foreach", "fused", "compiled"]
+ALL = [None, *CANDIDATES[:3]]
+
+
+def parameters(dtype: torch.dtype = torch.float32, shapes: list[Any] = SHAPES) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+
+
+def twins(params: list[nn.Parameter], dtype: torch.dtype | None = None) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().to(dtype or p.dtype, copy=True)) for p in params]
+
+
+def gradients(params: list[nn.Parameter], *others: list[nn.Parameter]) -> None:
+    for i, p in enumerate(params):
+        p.grad = torch.randn_like(p)
+        for other in others:
+            other[i].grad = p.grad.to(other[i].dtype, copy=True)
+
+
+def distance(got: list[Any], exact: list[Any]) -> float:
+    pairs = zip(got, exact, strict=True)
+    return max((a.double() - b.double()).abs().max().item() for a, b in pairs if a.numel())
+
+
+def train(steppers: list[torch.optim.Optimizer], lists: list[list[nn.Parameter]], steps: int = 3) -> None:
+    for _ in range(steps):
+        gradients(*lists)
+        for stepper in steppers:
+            stepper.step()
+
+
+SETTINGS = [
+    {"weight_decay": decay, "maximize": maximize, "betas": betas, "eps": eps}
+    for decay, maximize, betas, eps in itertools.product(
+        (0.0, 0.1), (False, True), ((0.9, 0.999), (0.0, 0.5)), (1e-8, 1e-3)
+    )
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("impl", ALL)
+def test_is_as_exact_as_torch(dtype: torch.dtype, impl: str | None) -> None:
+    """Over all settings, at most twice torch's own distance from float64, and a rounding of the result."""
+    for settings in SETTINGS:
+        mine = parameters(dtype)
+        peers, exact = twins(mine), twins(mine, torch.float64)
+        how: dict[str, Any] = {"lr": 1e-2, **settings}
+        steppers = [
+            AdamW(mine, impl=impl, **how),
+            torch.optim.AdamW(peers, foreach=False, **how),
+            torch.optim.AdamW(exact, foreach=False, **how),
+        ]
+        train(steppers, [mine, peers, exact])
+        unit = 4 * torch.finfo(dtype).eps  # parameters reach 4
+        assert distance(mine, exact) <= 2 * distance(peers, exact) + unit, settings
+
+
+def test_compiled_is_as_exact_as_torch() -> None:
+    reasons = OP.candidate("compiled").reasons(update_case(5, 100, "cpu", torch.float32))
+    mine = parameters()
+    peers = twins(mine)
+    stepper = AdamW(mine, impl="compiled")
+    gradients(mine, peers)
+    if reasons:
+        with pytest.raises(bakeoff.Unsupported, match="compiler"):
+            stepper.step()
+        return
+    train([stepper, torch.optim.AdamW(peers)], [mine, peers])
+    assert distance(mine, peers) < 1e-6
+
+
+def test_groups_and_schedulers() -> None:
+    mine = parameters()
+    peers = twins(mine)
+    steppers = []
+    for kind, params in ((AdamW, mine), (torch.optim.AdamW, peers)):
+        stepper = kind(
+            [{"params": params[:2], "weight_decay": 0.3}, {"params": params[2:4], "lr": 1e-3}], lr=1e-2
+        )
+        stepper.add_param_group({"params": params[4:], "betas": (0.5, 0.6)})
+        steppers.append(stepper)
+    schedules = [
+        torch.optim.lr_scheduler.OneCycleLR(s, max_lr=[1e-2, 1e-3, 1e-2], total_steps=8) for s in steppers
+    ]
+    for _ in range(6):
+        gradients(mine, peers)
+        for stepper, schedule in zip(steppers, schedules, strict=True):
+            stepper.step()
+            schedule.step()
+    assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
+    assert steppers[0].param_groups[0]["betas"] == steppers[1].param_groups[0]["betas"]
+    assert distance(mine, peers) < 1e-6
+
+
+def test_a_tensor_rate() -> None:
+    mine = parameters()
+    peers = twins(mine)
+    rate = torch.tensor(1e-2)
+    steppers = [AdamW(mine, lr=rate), torch.optim.AdamW(peers, lr=1e-2)]
+    train(steppers, [mine, peers], 1)
+    rate.fill_(1e-3)
+    steppers[1].param_groups[0]["lr"] = 1e-3
+    train(steppers, [mine, peers], 1)
+    assert distance(mine, peers) < 1e-6
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("to_torch", [False, True])
+def test_state_moves_both_ways(fused: bool, to_torch: bool) -> None:
+    def peer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-2, fused=fused)
+
+    def own(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return AdamW(params, lr=1e-2)
+
+    first, second = (own, peer) if to_torch else (peer, own)
+    params = parameters()
+    stepper = first(params)
+    train([stepper], [params])
+    blob = io.BytesIO()
+    torch.save(stepper.state_dict(), blob)
+    blob.seek(0)
+    others = twins(params)
+    loaded = second(others)
+    loaded.load_state_dict(torch.load(blob, weights_only=True))
+    assert set(loaded.state[others[0]]) == {"step", "exp_avg", "exp_avg_sq"}
+    train([stepper, loaded], [params, others])
+    assert distance(params, others) < 1e-6
+    assert {s["step"].item() for s in loaded.state.values()} == {6.0}
+
+
+def test_a_foreign_checkpoint_leaves_the_choice_of_candidate_alone() -> None:
+    params = parameters()
+    peer = torch.optim.AdamW(params, foreach=True, capturable=False)
+    train([peer], [params], 1)
+    stepper = AdamW(params)
+    stepper.load_state_dict(peer.state_dict())
+    assert stepper.param_groups[0]["foreach"] is None
+    assert stepper.impl is None
+
+
+def test_amsgrad_state_is_refused() -> None:
+    params = parameters()
+    peer = torch.optim.AdamW(params, amsgrad=True)
+    train([peer], [params], 1)
+    with pytest.raises(ValueError, match="amsgrad"):
+        AdamW(params).load_state_dict(peer.state_dict())
+
+
+@pytest.mark.parametrize("impl", [None, "loop", "fused"])
+def test_grad_scaler(impl: str | None) -> None:
+    mine = parameters()
+    peers = twins(mine)
+    pairs = [
+        (AdamW(mine, lr=1e-2, impl=impl), torch.amp.GradScaler("cpu", init_scale=128.0)),
+        (torch.optim.AdamW(peers, lr=1e-2, fused=True), torch.amp.GradScaler("cpu", init_scale=128.0)),
+    ]
+    for i in range(5):
+        gradients(mine)
+        for p, q in zip(mine, peers, strict=True):
+            p.grad.mul_(128.0)
+            if i == 2 and p.numel():
+                p.grad.view(-1)[0] = math.inf
+            q.grad = p.grad.clone()
+        for stepper, scaler in pairs:
+            scaler.scale(torch.zeros(()))
+            scaler.step(stepper)
+            scaler.update()
+    assert pairs[0][1].get_scale() == pairs[1][1].get_scale() == 64.0
+    assert distance(mine, peers) < 1e-6
+    assert {s["step"].item() for s in pairs[0][0].state.values()} == {4.0}
+
+
+def test_grad_scaler_with_clipping_inside() -> None:
+    mine = parameters()
+    peers = twins(mine)
+    stepper, scaler = AdamW(mine, max_grad_norm=0.5), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    peer = torch.optim.AdamW(peers)
+    for _ in range(3):
+        gradients(mine, peers)
+        for p in mine:
+            p.grad.mul_(1024.0)
+        scaler.scale(torch.zeros(()))
+        scaler.step(stepper)
+        scaler.update()
+        norm = nn.utils.clip_grad_norm_(peers, 0.5)
+        peer.step()
+        assert stepper.grad_norm is not None
+        assert stepper.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+    assert distance(mine, peers) < 1e-6
+
+
+def test_closure() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    stepper = AdamW([weight], lr=0.1)
+
+    def closure() -> Tensor:
+        stepper.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert stepper.step(closure).item() == 3.0
+    assert (weight < 1).all()
+
+
+def test_missing_gradients_keep_their_own_count() -> None:
+    mine = parameters()
+    peers = twins(mine)
+    steppers = [AdamW(mine), torch.optim.AdamW(peers)]
+    for i in range(4):
+        gradients(mine, peers)
+        for params in (mine, peers):
+            params[i % 3].grad = None
+        for stepper in steppers:
+            stepper.step()
+    counts = [
+        [s.state[p]["step"].item() for p in params] for s, params in zip(steppers, (mine, peers), strict=True)
+    ]
+    assert counts[0] == counts[1]
+    assert len(set(counts[0])) > 1
+    assert distance(mine, peers) < 1e-6
+    for p in mine:
+        p.grad = None
+    assert steppers[0].step() is None
+
+
+@pytest.mark.parametrize("impl", ALL)
+def test_layouts(impl: str | None) -> None:
+    """Transposed, channels-last, strided and expanded tensors; a slice of another tensor."""
+    store = [torch.randn(6, 8), torch.randn(6, 8)]
+    mine, peers = (
+        [
+            nn.Parameter(torch.randn(5, 3, generator=torch.Generator().manual_seed(1)).t()),
+            nn.Parameter(torch.ones(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)),
+            nn.Parameter(whole[:, ::2]),
+        ]
+        for whole in store
+    )
+    with torch.no_grad():
+        peers[2].copy_(mine[2])
+    outside = store[0][:, 1::2].clone()
+    steppers = [AdamW(mine, lr=1e-2, impl=impl), torch.optim.AdamW(peers, lr=1e-2, foreach=False)]
+    for _ in range(3):
+        drawn = [torch.randn(3, 5), torch.randn(2, 3, 4, 4), torch.randn(6, 1).expand(6, 4)]
+        for params in (mine, peers):
+            for p, g in zip(params, drawn, strict=True):
+                p.grad = g
+        for stepper in steppers:
+            stepper.step()
+    assert distance(mine, peers) < 1e-6
+    assert torch.equal(store[0][:, 1::2], outside)
+
+
+def test_tied_parameters() -> None:
+    torch.manual_seed(0)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+        model[1].weight = model[0].weight
+        models.append(model)
+    steppers = [AdamW(models[0].parameters()), torch.optim.AdamW(models[1].parameters())]
+    for _ in range(3):
+        for model, stepper in zip(models, steppers, strict=True):
+            stepper.zero_grad()
+            model(torch.tensor([1, 2, 2])).square().sum().backward()
+            stepper.step()
+    assert distance(list(models[0].parameters()), list(models[1].parameters())) < 1e-6
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="lists it once"):
+        AdamW([models[0][0].weight, models[0][1].weight])
+
+
+def test_shared_memory_goes_one_after_another() -> None:
+    """Two parameters over one memory: updated in order, as by torch, by the one candidate able to."""
+    results = []
+    for kind in (AdamW, torch.optim.AdamW):
+        memory = torch.ones(8)
+        params = [nn.Parameter(memory), nn.Parameter(memory[2:6])]
+        stepper = kind(params, lr=0.1)
+        for p, value in zip(params, (1.0, -3.0), strict=True):
+            p.grad = torch.full_like(p, value)
+        stepper.step()
+        results.append(memory)
+    assert distance(results[:1], results[1:]) < 1e-6
+    params[0].grad = params[1].grad = None
+    forced = AdamW([nn.Parameter(memory), nn.Parameter(memory[2:6])], impl="fused")
+    for p in forced.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(bakeoff.Unsupported, match="share memory"):
+        forced.step()
+
+
+def test_overlap() -> None:
+    memory = torch.zeros(10)
+    assert overlap([memory[:6], memory[5:]])
+    assert not overlap([memory[:5], memory[5:], memory[5:5]])
+
+
+def test_sparse_gradients_are_refused() -> None:
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([1])).sum().backward()
+    stepper = AdamW(layer.parameters())
+    with pytest.raises(RuntimeError, match="SparseAdam"):
+        stepper.step()
+    assert not any(stepper.state.values())
+
+
+@pytest.mark.parametrize("impl", ALL)
+def test_clipping_is_torchs(impl: str | None) -> None:
+    mine = parameters()
+    peers = twins(mine)
+    groups = [{"params": mine[:2]}, {"params": mine[2:], "lr": 1e-3}]
+    stepper = AdamW(groups, max_grad_norm=0.7, impl=impl)
+    peer = torch.optim.AdamW([{"params": peers[:2]}, {"params": peers[2:], "lr": 1e-3}])
+    for _ in range(3):
+        gradients(mine, peers)
+        kept = [p.grad.clone() for p in mine]
+        norm = nn.utils.clip_grad_norm_(peers, 0.7)
+        stepper.step()
+        peer.step()
+        assert stepper.grad_norm is not None
+        assert stepper.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
+        assert all(torch.equal(p.grad, g) for p, g in zip(mine, kept, strict=True)), (
+            "gradients are never written"
+        )
+    assert distance(mine, peers) < 1e-6
+
+
+@pytest.mark.parametrize("impl", [None, "loop", "fused"])
+@pytest.mark.parametrize("master", [None, "float32", "remainder"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_changes_nothing(impl: str | None, master: str | None, bad: float) -> None:
+    params = parameters(torch.bfloat16 if master else torch.float32)
+    stepper = AdamW(params, skip_nonfinite=True, max_grad_norm=1.0, master_weights=master, impl=impl)
+    train([stepper], [params], 2)
+    before = copy.deepcopy(([p.data for p in params], stepper.state_dict()["state"]))
+    gradients(params)
+    params[3].grad[2, 1] = bad
+    stepper.step()
+    after = ([p.data for p in params], stepper.state_dict()["state"])
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
+    for i, state in before[1].items():
+        assert all(torch.equal(value, after[1][i][key]) for key, value in state.items())
+    assert stepper.skipped is not None
+    assert stepper.skipped.item() == 1
+    train([stepper], [params], 1)
+    assert stepper.skipped.item() == 1
+    assert not torch.equal(before[0][0], params[0].data)
+
+
+def test_foreach_says_why_it_can_not_skip() -> None:
+    params = parameters()
+    gradients(params)
+    with pytest.raises(bakeoff.Unsupported, match="no select"):
+        AdamW(params, skip_nonfinite=True, impl="foreach").step()
+
+
+@given(st.integers(-(2**31), 2**31 - 1))
+def test_split_and_join_are_inverse_for_every_bit_pattern(bits: int) -> None:
+    weight = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    high, low = split(weight)
+    assert join(high, low).view(torch.int32).item() == bits
+    if torch.isfinite(weight) and torch.isfinite(high):
+        nearest = weight.bfloat16()
+        assert (high.double() - weight.double()).abs() == (nearest.double() - weight.double()).abs()
+
+
+@pytest.mark.parametrize("impl", ALL)
+@pytest.mark.parametrize("kind", ["float32", "remainder"])
+def test_wider_weights_follow_the_float32_run(impl: str | None, kind: str) -> None:
+    mine = parameters(torch.bfloat16)
+    wide = twins(mine, torch.float32)
+    steppers = [AdamW(mine, lr=1e-4, master_weights=kind, impl=impl), torch.optim.AdamW(wide, lr=1e-4)]
+    for _ in range(20):
+        gradients(mine, wide)
+        for stepper in steppers:
+            stepper.step()
+    states = [steppers[0].state[p] for p in mine]
+    masters = [
+        s["master"] if kind == "float32" else join(p, s["remainder"])
+        for p, s in zip(mine, states, strict=True)
+    ]
+    assert distance(masters, wide) < 1e-6
+    assert distance(mine, wide) < 0.01
+    assert all(s["exp_avg"].dtype == torch.float32 for s in states)
+
+
+@pytest.mark.parametrize("saved", [None, "float32", "remainder"])
+@pytest.mark.parametrize("kind", ["float32", "remainder"])
+def test_wider_weights_survive_a_checkpoint(saved: str | None, kind: str) -> None:
+    params = parameters(torch.bfloat16)
+    stepper = AdamW(params, lr=1e-3, master_weights=saved)
+    train([stepper], [params])
+    others = twins(params)
+    loaded = AdamW(others, lr=1e-3, master_weights=kind)
+    loaded.load_state_dict(stepper.state_dict())
+    for p, q in zip(params, others, strict=True):
+        if saved == "remainder":
+            weight = join(p, stepper.state[p]["remainder"])
+        else:
+            weight = stepper.state[p]["master"] if saved else p.detach().float()
+        mine = loaded.state[q]["master"] if kind == "float32" else join(q, loaded.state[q]["remainder"])
+        assert torch.equal(mine, weight)
+        assert torch.equal(loaded.state[q]["exp_avg"], stepper.state[p]["exp_avg"].float())
+    train([loaded], [others], 1)
+
+
+def test_mixed_dtypes_in_one_group() -> None:
+    mine = [*parameters(), *parameters(torch.bfloat16), *parameters(torch.float64)]
+    peers = twins(mine)
+    steppers = [AdamW(mine, max_grad_norm=1e9), torch.optim.AdamW(peers, foreach=False)]
+    train(steppers, [mine, peers], 2)
+    assert distance(mine[:5] + mine[10:], peers[:5] + peers[10:]) < 1e-6
+    assert distance(mine[5:10], peers[5:10]) < 0.02
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda s: torch.load(_saved(s), weights_only=False)])
+def test_copies_and_pickles(duplicate: Any) -> None:
+    params = parameters()
+    stepper = AdamW(params, lr=1e-2, max_grad_norm=1.0, skip_nonfinite=True, impl="loop")
+    train([stepper], [params], 2)
+    twin = duplicate(stepper)
+    others = twin.param_groups[0]["params"]
+    assert (twin.max_grad_norm, twin.skip_nonfinite, twin.impl) == (1.0, True, "loop")
+    twin.param_groups[0]["lr"] = 1e-2
+    train([stepper, twin], [params, others], 2)
+    assert distance(params, others) == 0
+
+
+def _saved(stepper: AdamW) -> io.BytesIO:
+    blob = io.BytesIO()
+    torch.save(stepper, blob)
+    blob.seek(0)
+    return blob
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"amsgrad": True}, "amsgrad is not supported; use torch.optim.AdamW"),
+        ({"differentiable": True}, "can't be differentiated"),
+        ({"foreach": True, "fused": True}, "one of them at most"),
+        ({"lr": -1.0}, "lr must be in"),
+        ({"lr": math.nan}, "lr must be in"),
+        ({"lr": torch.ones(2)}, "one element"),
+        ({"betas": (1.0, 0.9)}, r"beta1 must be in \[0, 1\)"),
+        ({"betas": (0.9, -0.1)}, "beta2"),
+        ({"betas": (torch.tensor(0.9), torch.tensor(0.9))}, "must be numbers"),
+        ({"eps": -1e-8}, "eps"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+        ({"max_grad_norm": 0.0}, "None turns clipping off"),
+        ({"master_weights": "fp8"}, "'float32' or 'remainder'"),
+    ],
+)
+def test_bad_settings_are_named(how: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        AdamW(parameters(), **how)
+
+
+def test_bad_parameters_are_named() -> None:
+    with pytest.raises(TypeError, match=r"parameter 0 is torch.complex64"):
+        AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    with pytest.raises(TypeError, match="remainder"):
+        AdamW(parameters(torch.float16), master_weights="remainder")
+    stepper = AdamW(parameters())
+    with pytest.raises(ValueError, match="eps"):
+        stepper.add_param_group({"params": parameters(), "eps": -1.0})
+    assert len(stepper.param_groups) == 1
+    params = parameters()
+    gradients(params)
+    stepper = AdamW(params, impl="cobol")
+    with pytest.raises(bakeoff.Unsupported, match="it has loop, foreach, fused, compiled, triton"):
+        stepper.step()
+
+
+def lists(count: int = 2) -> dict[str, list[Tensor]]:
+    return {
+        name: [torch.rand(3) for _ in range(count)] for name in ("params", "grads", "exp_avg", "exp_avg_sq")
+    }
+
+
+HOW: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("impl", ALL)
+def test_op_with_scalars_on_the_device(impl: str | None) -> None:
+    group = lists()
+    want = [p.clone() for p in group["params"]]
+    m, v = [m.clone() for m in group["exp_avg"]], [v.clone() for v in group["exp_avg_sq"]]
+    grads = [g * 0.5 / 4 for g in group["grads"]]
+    adamw_(want, grads, m, v, step=torch.tensor(2.0), impl="loop", **{**HOW, "lr": 3e-2})
+    step = torch.tensor(2.0)
+    scalars = {"clip_coef": torch.tensor(0.5), "grad_scale": torch.tensor(4.0), "lr_mult": torch.tensor(3.0)}
+    adamw_(**group, step=step, impl=impl, **HOW, **scalars)
+    assert distance(group["params"], want) < 1e-6
+    assert distance(group["exp_avg"], m) < 1e-6
+    assert step.item() == 3
+
+
+def test_op_without_tensors_does_nothing() -> None:
+    adamw_([], [], [], [], step=torch.zeros(()), **HOW)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grads": [torch.rand(3)]}, "1 tensors in grads, expected one for each of 2"),
+        (
+            {"exp_avg": [torch.rand(3), torch.rand(4)]},
+            r"exp_avg\[1\] has shape \(4,\), expected its parameter's",
+        ),
+        ({"exp_avg": [torch.rand(3), torch.rand(3).double()]}, "one call for each dtype"),
+        ({"exp_avg": [torch.rand(3).double(), torch.rand(3).double()]}, "use one dtype for both"),
+        ({"grads": [torch.rand(3).to_sparse(), torch.rand(3)]}, "to_dense"),
+        ({"params": [torch.ones(3).int()] * 2}, "floating point"),
+        ({"step": torch.zeros(2)}, "float32 scalar"),
+        ({"step": [torch.zeros(())] * 3}, "3 steps"),
+        ({"step": torch.zeros((), dtype=torch.int64)}, "float32 scalar"),
+        ({"beta1": 1.0}, "beta1"),
+        ({"clip_coef": torch.ones(2)}, "clip_coef must be a scalar"),
+        ({"master": [torch.rand(3).double()] * 2}, "must be float32, or int16"),
+        ({"master": [torch.zeros(3, dtype=torch.int16)] * 2}, "int16 remainders extend bfloat16"),
+    ],
+)
+def test_op_errors_name_the_argument(change: dict[str, Any], message: str) -> None:
+    arguments = {**lists(), "step": torch.zeros(()), **HOW, **change}
+    with pytest.raises((ValueError, TypeError), match=message):
+        adamw_(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_global_norm(dtype: torch.dtype) -> None:
+    grads = [torch.randn(shape).to(dtype) for shape in SHAPES]
+    exact = torch.cat([g.double().flatten() for g in grads]).norm()
+    norm = global_norm(grads)
+    assert norm.dtype == torch.promote_types(dtype, torch.float32)
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
+    with pytest.raises(ValueError, match="no gradients"):
+        global_norm([])
+    with pytest.raises(bakeoff.Unsupported, match="runs on CUDA"):
+        global_norm(grads, impl="triton")
+
+
+def test_contest_verifies_every_candidate() -> None:
+    forms = {
+        "float32": update_case(5, 500, "cpu", torch.float32),
+        "bf16": update_case(5, 500, "cpu", torch.bfloat16, scaled=True, guarded=True),
+        "remainder": update_case(5, 500, "cpu", torch.bfloat16, None, torch.float32, torch.int16),
+    }
+    for case in forms.values():
+        (verdict,) = contest(OP, case, budget_s=0.02, skip={"compiled": "takes long"})
+        trials = {trial.candidate: trial for trial in verdict.trials}
+        assert trials["loop"].errors is not None
+        assert "runs on CUDA" in (trials["triton"].rejected or "")
+        assert (trials["foreach"].rejected is None) == (case.found_inf is None)
+        if case.exp_avg.dtype == case.param.dtype or case.master is not None:
+            assert trials["fused"].rejected is None, trials["fused"].rejected
+    (verdict,) = contest(NORM, norm_case(5, 500, "cpu", torch.float32), budget_s=0.02)
+    assert verdict.winner == "eager"
+
+
+def test_selection_is_asked_and_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    for name in ("loop", "foreach", "fused"):
+        stacked = OP.candidate(name).call
+        real = stacked.update
+        monkeypatch.setattr(stacked, "_update", lambda *a, n=name, r=real: (ran.append(n), r(*a)))
+    params = parameters()
+    stepper = AdamW(params)
+    gradients(params)
+    for name in ("foreach", "loop", "fused"):
+        with bakeoff.using(adamw_=name):
+            stepper.step()
+            stepper.step()
+    with bakeoff.using("off"):
+        stepper.step()
+    assert ran == ["foreach", "foreach", "loop", "loop", "fused", "fused", "loop"]
+
+
+def test_tune_sees_the_step() -> None:
+    params = parameters()
+    stepper = AdamW(params, max_grad_norm=1.0)
+    gradients(params)
+    report = bakeoff.tune(stepper.step, budget_s=0)
+    assert [name.split("(")[0] for name in report.unsettled] == ["global_norm", "adamw_"]
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_sharded_parameters_update_their_shards(mesh: Any) -> None:
+    plain = parameters(shapes=[(4, 3), (6,)])
+    sharded = [nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for p in plain]
+    steppers = [AdamW(plain, lr=1e-2), AdamW(sharded, lr=1e-2)]
+    for _ in range(2):
+        gradients(plain)
+        for p, q in zip(plain, sharded, strict=True):
+            q.grad = distribute_tensor(p.grad, mesh, [Shard(0)])
+        for stepper in steppers:
+            stepper.step()
+    assert distance([q.to_local() for q in sharded], plain) == 0
+    assert isinstance(steppers[1].state[sharded[0]]["exp_avg"], DTensor)
+    clipping = AdamW(sharded, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="this rank's shards only"):
+        clipping.step()
