@@ -86,17 +86,17 @@ def ceilings(device: str) -> Ceilings:
     cuda = device.startswith("cuda")
     free = torch.cuda.mem_get_info(device)[0] if cuda else 2**30
     count = min(2**30, free // 8) if cuda else 2**26
-    copy_s = _copy_seconds(count, device)
+    own = torch.Generator(device).manual_seed(0)  # the caller's random state stays as it is
+    copy_s = _copy_seconds(count, device, own)
     dtype = torch.bfloat16 if cuda and torch.cuda.is_bf16_supported() else torch.float32
     n = 8192 if cuda else 1024
-    a = torch.randn(n, n, device=device, dtype=dtype)
-    b = torch.randn(n, n, device=device, dtype=dtype)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=own) for _ in range(2))
     matmul_s = _best(lambda: a @ b, device)
     return Ceilings(2 * count / copy_s / 1e9, 2 * n**3 / matmul_s / 1e12, str(dtype).removeprefix("torch."))
 
 
-def _copy_seconds(nbytes: int, device: str) -> float:
-    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_(0, 255)
+def _copy_seconds(nbytes: int, device: str, generator: torch.Generator) -> float:
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_(0, 255, generator=generator)
     target = torch.empty_like(source)
     return _best(lambda: target.copy_(source), device)
 

@@ -272,3 +272,9 @@ def test_an_incumbent_far_behind_is_measured_as_often_as_the_best() -> None:
     )
     assert timings["eager"].samples == timings["fast"].samples
     assert decide([Trial(n, "hash", t) for n, t in timings.items()])[0] == "fast"
+
+
+def test_measuring_the_limits_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    hardware.ceilings.__wrapped__("cpu")
+    assert torch.equal(before, torch.get_rng_state())
