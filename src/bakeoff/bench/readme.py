@@ -60,6 +60,7 @@ def _machine(file: File, name: str) -> str:
         "regime",
         "cells",
         "choice / eager",
+        "choice / best",
         f"{OWN} / best peer",
         "worst cell",
         "lost",
@@ -101,20 +102,21 @@ def _machine(file: File, name: str) -> str:
 
 def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tuple[str, list[str]]:
     """A line of the table, and the cells in which a peer beats our kernel."""
-    against_eager = []
+    against_eager, regrets = [], []
     ratios: list[tuple[float, str, dict[str, Any], dict[str, Any]]] = []
     for rows in members:
         timed = {row["candidate"]: row for row in rows if row["us"]}
         chosen = next((row for row in timed.values() if row["chosen"]), None)
         if chosen and "eager" in timed:
             against_eager.append(chosen["us"] / timed["eager"]["us"])
+            regrets.append(chosen["us"] / min(row["us"] for row in timed.values()))
         peers = [row for name, row in timed.items() if name != OWN]
         if OWN in timed and peers:
             best = min(peers, key=lambda row: row["us"])
             ratios.append((timed[OWN]["us"] / best["us"], rows[0]["case"], timed[OWN], best))
-    eager_text = f"{statistics.median(against_eager):.2f}, {max(against_eager):.2f}" if against_eager else "-"
+    texts = [f"{statistics.median(r):.2f}, {max(r):.2f}" if r else "-" for r in (against_eager, regrets)]
     way = "forward + backward" if direction == "both" else direction
-    start = f"| {op} | {way} | {regime} | {len(members)} | {eager_text}"
+    start = f"| {op} | {way} | {regime} | {len(members)} | {' | '.join(texts)}"
     if not ratios:
         return f"{start} | - | - | - |", []
     ratios.sort(key=lambda found: found[0], reverse=True)
