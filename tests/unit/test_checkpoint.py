@@ -3,7 +3,6 @@
 import errno
 import json
 import logging
-import pickle
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,19 @@ from torch import nn
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.llm_med import LLMMed
 from bakeoff.train import checkpoint
-from bakeoff.train.checkpoint import CheckpointError, latest, load, load_run, save, steps
+from bakeoff.train.checkpoint import CheckpointError, State, latest, load, load_run, save, steps
 from bakeoff.train.config import Config
 
 CONFIG = Config(model=ModelConfig(d_model=16, layers=1, heads=2, max_seq_len=8))
 
 
-def state_at(step: int) -> dict[str, Any]:
-    return {"step": step, "values": [torch.arange(step), 1.5, "text"]}
-
-
 def write(run: Path, step: int, keep: int = 9) -> nn.Module:
     torch.manual_seed(step)
     model = LLMMed(CONFIG.model)
-    save(run, model, CONFIG, state_at(step), keep=keep)
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    moments = {f"{name}/exp_avg": tensor * 2 for name, tensor in weights.items()}
+    state = State({"step": step, "before": 8.25}, weights, {"window": torch.arange(5.0)}, moments)
+    save(run, CONFIG, state, keep=keep)
     return model
 
 
@@ -39,14 +37,29 @@ def test_round_trip(tmp_path: Path) -> None:
         "config.toml",
         "manifest.json",
         "model.safetensors",
-        "state.pt",
+        "moments",
+        "run.json",
+        "run.safetensors",
     ]
+    assert {f.suffix for f in (folder / "moments").iterdir()} == {".safetensors"}
     found = load(folder)
     assert (found.step, found.config) == (123, CONFIG)
-    assert found.state["values"][1:] == [1.5, "text"]
-    assert torch.equal(found.state["values"][0], torch.arange(123))
+    assert found.numbers == {"step": 123, "before": 8.25}
+    assert torch.equal(found.tensors["window"], torch.arange(5.0))
+    moments = {f"{name}/exp_avg": torch.zeros_like(t) for name, t in model.state_dict().items()}
+    found.read_moments(moments)
     for name, tensor in model.state_dict().items():
         assert torch.equal(found.weights[name], tensor)
+        assert torch.equal(moments[f"{name}/exp_avg"], 2 * tensor)
+
+
+def test_moments_of_another_model_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    found = load(steps(tmp_path)[0])
+    with pytest.raises(CheckpointError, match=r"does not fit this model: 'no tensor other/exp_avg'"):
+        found.read_moments({"other/exp_avg": torch.zeros(3)})
+    with pytest.raises(CheckpointError, match=r"norm.weight/exp_avg is \(16,\) there, \(8,\) here"):
+        found.read_moments({"norm.weight/exp_avg": torch.zeros(8)})
 
 
 def test_a_trained_run_opens_by_run_or_checkpoint(tmp_path: Path) -> None:
@@ -73,7 +86,9 @@ def test_the_last_are_kept_and_leftovers_go(tmp_path: Path) -> None:
     assert torch.equal(load(steps(tmp_path)[0]).weights["embed.weight"], again.state_dict()["embed.weight"])
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "config.toml", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "moments", "run.safetensors", "run.json", "config.toml", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone", "empty"])
 def test_a_torn_newest_falls_back_to_the_one_before(
     name: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -81,6 +96,8 @@ def test_a_torn_newest_falls_back_to_the_one_before(
     write(tmp_path, 1)
     write(tmp_path, 2)
     file = steps(tmp_path)[-1] / name
+    if name == "moments":
+        (file,) = file.iterdir()
     data = file.read_bytes()
     middle = len(data) // 2
     damaged = {
@@ -103,21 +120,52 @@ def test_a_torn_newest_falls_back_to_the_one_before(
 def test_all_torn_is_an_error_and_none_is_none(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     write(tmp_path, 1)
-    (steps(tmp_path)[0] / "state.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no checkpoint of .* can be used: .*state.pt is torn"):
+    (steps(tmp_path)[0] / "run.json").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no checkpoint of .* can be used: .*run.json is torn"):
         latest(tmp_path)
 
 
+def replace(file: Path, data: bytes) -> None:
+    """Writes `data` as if it had been saved so."""
+    file.write_bytes(data)
+    folder = next(parent for parent in file.parents if (parent / "manifest.json").exists())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][str(file.relative_to(folder))] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize("text", [b"select = 3\n", b"[model]\nd_model = 'x'\n", b"[train\n", b"\xff"])
-def test_a_configuration_of_another_version_is_refused(text: bytes, tmp_path: Path) -> None:
+def test_a_configuration_that_makes_no_sense_is_refused(text: bytes, tmp_path: Path) -> None:
     write(tmp_path, 1)
     folder = steps(tmp_path)[0]
-    (folder / "config.toml").write_bytes(text)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["config.toml"] = {"bytes": len(text), "crc32": zlib.crc32(text)}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    replace(folder / "config.toml", text)
     with pytest.raises(CheckpointError, match="was not written by this version of bakeoff"):
         load(folder)
+
+
+def test_a_configuration_of_another_version_is_read_and_its_differences_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 1)
+    folder = steps(tmp_path)[0]
+    text = (folder / "config.toml").read_text()
+    assert 'capture = "auto"\n' in text
+    text = text.replace('capture = "auto"\n', "").replace("[train]\n", "[train]\nturbo = 3\n")
+    text = text.replace("[parallel]", "[flux]")
+    replace(folder / "config.toml", text.encode())
+    with caplog.at_level(logging.WARNING, logger="bakeoff"):
+        assert load(folder).config == CONFIG
+    for note in (
+        "unknown train.turbo is left out",
+        "unknown flux is left out",
+        "missing train.capture is 'auto'",
+        "missing parallel is all defaults",
+    ):
+        assert note in caplog.text, note
+    caplog.clear()
+    write(tmp_path, 2)
+    load(steps(tmp_path)[1])
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 class Hostile:
@@ -125,19 +173,25 @@ class Hostile:
         return Path.touch, (Path("pwned"),)
 
 
-def test_a_hostile_state_is_refused_and_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "run.safetensors", "run.json", "config.toml", "moments"]
+)
+def test_a_hostile_pickle_is_refused_and_not_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, 1)
-    folder = steps(tmp_path)[0]
-    torch.save(Hostile(), folder / "state.pt")
-    data = (folder / "state.pt").read_bytes()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["state.pt"] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="was not written by this version of bakeoff"):
-        load(folder)
+    model = write(tmp_path, 1)
+    torch.save(Hostile(), tmp_path / "hostile")
+    file = steps(tmp_path)[0] / name
+    if name == "moments":
+        (file,) = file.iterdir()
+    replace(file, (tmp_path / "hostile").read_bytes())
+    with pytest.raises(CheckpointError, match=r"not written by this version|does not fit this model"):
+        load(steps(tmp_path)[0]).read_moments(
+            {f"{key}/exp_avg": torch.zeros_like(t) for key, t in model.state_dict().items()}
+        )
     assert not Path("pwned").exists()
-    pickle.loads(pickle.dumps(Hostile()))  # the file would have been harmful
+    torch.load(tmp_path / "hostile", weights_only=False)  # the file would have been harmful
     assert Path("pwned").exists()
 
 

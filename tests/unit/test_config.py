@@ -92,7 +92,7 @@ def test_printed_toml_reads_back_equal(
         ("d_model=3", "did you mean model.d_model?"),
         ("select.rms_nrom=eager", "did you mean select.rms_norm?"),
         ("select.ops=eager", "unknown key 'select.ops'"),
-        ("qqq.zzz=1", "a configuration has recipe, model, data, optim, train, select, metrics"),
+        ("qqq.zzz=1", "a configuration has recipe, model, data, optim, train, parallel, select, metrics"),
         ("train.zzzzz=1", "[train] has steps, max_seconds"),
         ("train.steps.x=1", "unknown key 'train.steps.x'"),
         ("train=3", "train is a table of keys: set one of them, such as train.steps=..."),

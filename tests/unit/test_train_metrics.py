@@ -1,6 +1,7 @@
 """Metrics: rows that survive a kill, a full disk and a resume; sinks on request."""
 
 import errno
+import importlib.util
 import io
 import logging
 import math
@@ -13,7 +14,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from bakeoff.train.config import Config, Metrics
+from bakeoff.models.llm_med import Config as ModelConfig
+from bakeoff.train import train
+from bakeoff.train.config import Config, Data, Metrics, Select, Train
 from bakeoff.train.metrics import JsonLines, MetricsError, MetricsLog, line, read_metrics
 
 TRAIN = {
@@ -55,6 +58,23 @@ def test_a_resume_takes_later_rows_back(tmp_path: Path) -> None:
     kept = [(row["event"], row["step"]) for row in read_metrics(tmp_path / "m.jsonl")]
     assert kept == [("start", 0), ("train", 3), ("resume", 4), ("train", 6)]
     assert read_metrics(tmp_path / "m.jsonl")[-1]["loss"] == 3.0
+
+
+def test_a_run_that_begins_again_takes_everything_back(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "m.jsonl")
+    for row in (
+        {"event": "start", "step": 0},
+        {"event": "train", "step": 1, "loss": 1.0},
+        {"event": "start", "step": 0, "time": 2.0},  # killed before its first checkpoint
+        {"event": "train", "step": 1, "loss": 2.0},
+        {"event": "resume", "step": 1},
+        {"event": "start", "step": 1},
+        {"event": "train", "step": 2, "loss": 3.0},
+    ):
+        sink.write(row, 0.0)
+    kept = [(row["event"], row["step"]) for row in read_metrics(tmp_path / "m.jsonl")]
+    assert kept == [("start", 0), ("train", 1), ("resume", 1), ("start", 1), ("train", 2)]
+    assert read_metrics(tmp_path / "m.jsonl")[1]["loss"] == 2.0
 
 
 def test_a_full_disk_is_warned_of_once_and_rows_go_on_when_there_is_room(
@@ -170,3 +190,58 @@ def test_a_missing_package_names_its_extra(
     config = Config(metrics=Metrics(**{name: True}, console=False))
     with pytest.raises(MetricsError, match=rf"metrics.{name}=true needs .*pip install 'bakeoff\[{name}\]'"):
         MetricsLog(tmp_path, config)
+
+
+EVERYTHING = (
+    "loss", "bits_per_byte", "grad_norm", "lr", "tokens_per_s", "share_of_peak", "peak_bytes", "graph_bytes",
+    "data_wait_s", "skipped", "seconds", "held_out_bits_per_byte",
+)  # fmt: skip
+
+
+def trained(folder: Path, **sinks: bool) -> Path:
+    """A real run of three steps into these sinks."""
+    (folder / "text.txt").write_text("some words to be read, again and again. " * 60)
+    config = Config(
+        model=ModelConfig(d_model=16, layers=1, heads=2, max_seq_len=16),
+        data=Data(path=str(folder / "text.txt")),
+        train=Train(
+            steps=3, batch_size=4, log_every=1, eval_rows=4, device="cpu", leak_check=False,
+            run_dir=str(folder / "run"),
+        ),
+        select=Select(tune=False),
+        metrics=Metrics(console=False, **sinks),
+    )  # fmt: skip
+    return train(config, console=Console(file=io.StringIO())).run_dir
+
+
+def test_a_run_s_every_number_reaches_the_file_and_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_dir = trained(tmp_path, tensorboard=True)
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    assert set(EVERYTHING) <= {name for row in rows for name in row}
+    events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    assert set(EVERYTHING) <= set(events.Tags()["scalars"])
+    assert [point.step for point in events.Scalars("loss")] == [1, 2, 3]
+    losses = [row["loss"] for row in rows if row["event"] == "train"]
+    assert [point.value for point in events.Scalars("loss")] == pytest.approx(losses)
+    (text,) = events.Tensors("select/rms_norm/text_summary")
+    assert text.tensor_proto.string_val == [b"eager"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb: pip install wandb")
+def test_a_run_s_every_number_reaches_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_dir = trained(tmp_path, wandb=True)
+    wandb.teardown()
+    (file,) = run_dir.glob("wandb/offline-run-*/*.wandb")
+    written = file.read_bytes()  # records of names and JSON values, not compressed
+    for name in (*EVERYTHING, "select/rms_norm", "d_model"):
+        assert name.encode() in written, name
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    for loss in [row["loss"] for row in rows if row["event"] == "train"]:
+        assert repr(loss).encode() in written
+    assert b'"eager"' in written

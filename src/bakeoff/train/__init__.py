@@ -3,8 +3,10 @@
 from bakeoff.train.checkpoint import CheckpointError, load_run
 from bakeoff.train.config import Config, ConfigError, resolve, to_toml
 from bakeoff.train.data import DataError
-from bakeoff.train.loop import Result, TrainError, train
+from bakeoff.train.device import TrainError
+from bakeoff.train.loop import train
 from bakeoff.train.recipes import RECIPES, recipe
+from bakeoff.train.run import Result
 
 __all__ = [
     "RECIPES",

@@ -1,101 +1,184 @@
 """Checkpoints: plain files, written beside and renamed, so that a name always means a whole one.
 
 RUN/checkpoints/step-00000123/
-  model.safetensors   the weights
+  model.safetensors   the weights, whole
   config.toml         the run's configuration
-  state.pt            optimizer, step, random generators; loaded with weights_only=True
+  moments/            the optimizer's state, in the shards of the ranks that saved it
+  run.safetensors     random generators of every rank, sums since the last metrics line
+  run.json            step, seconds, and other numbers of the run
   manifest.json       step, and size and CRC-32 of each file; what does not match it is torn
 
-Nothing here unpickles objects.
+Any number of ranks, in shards or not, opens what any other saved; they share a file system. Nothing here
+unpickles anything.
 """
 
-import io
 import json
 import os
-import pickle
 import shutil
 import tomllib
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bakeoff.errors import BakeoffError
 from bakeoff.models.llm_med import LLMMed
-from bakeoff.train.config import Config, from_tree, to_toml
+from bakeoff.parallel import ALONE, World
+from bakeoff.train.config import Config, from_saved, to_toml
 from bakeoff.train.metrics import log
 
-__all__ = ["Checkpoint", "CheckpointError", "latest", "load", "load_run", "save", "steps"]
+__all__ = ["Checkpoint", "CheckpointError", "State", "latest", "load", "load_run", "save", "steps"]
 
 FOLDER = "checkpoints"
 _PREFIX = "step-"
 _PARTIAL = ".partial-"
-_FILES = ("model.safetensors", "config.toml", "state.pt")
+_FILES = ("model.safetensors", "config.toml", "run.safetensors", "run.json")
+_MOMENTS = "moments"
 
 
 class CheckpointError(BakeoffError, RuntimeError):
     """A checkpoint that is missing, torn, or of another model."""
 
 
-class Checkpoint:
-    """A loaded checkpoint: `step`, `config`, `weights` by name, and `state` as it was saved."""
+class State:
+    """What a checkpoint holds beside its configuration.
+
+    Attributes:
+        numbers: plain values, ``step`` among them; rank 0's are saved.
+        weights: the whole model, by name; on rank 0.
+        tensors: small tensors by name, each rank's own.
+        moments: large ones by name, sharded alike on all ranks, or equal on all.
+    """
 
     def __init__(
-        self, folder: Path, config: Config, weights: dict[str, Tensor], state: dict[str, Any]
+        self,
+        numbers: dict[str, float],
+        weights: dict[str, Tensor],
+        tensors: dict[str, Tensor],
+        moments: dict[str, Tensor],
     ) -> None:
-        self.folder, self.config, self.weights, self.state = folder, config, weights, state
-        self.step: int = state["step"]
+        self.numbers, self.weights, self.tensors, self.moments = numbers, weights, tensors, moments
 
 
-def save(run_dir: Path, model: nn.Module, config: Config, state: dict[str, Any], *, keep: int) -> Path:
-    """Writes ``run_dir/checkpoints/step-N`` with N = ``state["step"]``, then removes all but the last `keep`.
+class Checkpoint:
+    """A loaded checkpoint: `step`, `config`, `weights`, `numbers`, `tensors` of all ranks."""
 
-    `state` holds tensors, numbers, strings, and lists and dictionaries of them. Raises OSError when the disk
-    is full or read-only; nothing of the failed attempt remains, and earlier checkpoints stay.
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        weights: dict[str, Tensor],
+        numbers: dict[str, Any],
+        tensors: dict[str, Tensor],
+    ) -> None:
+        self.folder, self.config, self.weights = folder, config, weights
+        self.numbers, self.tensors = numbers, tensors
+        self.step = int(numbers["step"])
+
+    def read_moments(self, into: dict[str, Tensor], world: World = ALONE) -> None:
+        """Fills `into` with the optimizer's state, in whatever shards it wants. Raises CheckpointError."""
+        from bakeoff.train import moments  # torch.distributed.checkpoint takes a while to import
+
+        try:
+            moments.read_into(self.folder / _MOMENTS, into, world)
+        except (OSError, KeyError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
+            raise CheckpointError(
+                f"{self.folder / _MOMENTS} does not fit this model: {error}. Resume with its config.toml"
+            ) from error
+
+
+def save(run_dir: Path, config: Config, state: State, *, keep: int, world: World = ALONE) -> Path:
+    """Writes ``run_dir/checkpoints/step-N``, N = ``state.numbers["step"]``, then removes all but the last
+    `keep`. All ranks must call it.
+
+    Raises OSError, on every rank, when the disk is full or read-only; nothing of the failed attempt remains,
+    and earlier checkpoints stay.
     """
-    step = int(state["step"])
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    contents = dict(
-        zip(
-            _FILES,
-            (safetensors.torch.save(weights), to_toml(config).encode(), buffer.getvalue()),
-            strict=True,
-        )
-    )
-    manifest = {
-        "schema": 1,
-        "step": step,
-        "files": {name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in contents.items()},
-    }
-    contents["manifest.json"] = json.dumps(manifest, indent=1).encode()
+    from bakeoff.train import moments  # torch.distributed.checkpoint takes a while to import
 
     parent = run_dir / FOLDER
-    target = parent / f"{_PREFIX}{step:08d}"
+    target = parent / f"{_PREFIX}{int(state.numbers['step']):08d}"
     partial = parent / f"{_PARTIAL}{target.name}"
-    try:
+    everybodys = world.gather(state.tensors)
+
+    def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed here
-        partial.mkdir(parents=True)
-        for name, data in contents.items():
-            with (partial / name).open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+        (partial / _MOMENTS).mkdir(parents=True)
+        tensors = {name: tensor for own in everybodys for name, tensor in own.items()}
+        contents = (
+            safetensors.torch.save(state.weights),
+            to_toml(config).encode(),
+            safetensors.torch.save(tensors),
+            json.dumps(state.numbers).encode(),
+        )
+        for name, data in zip(_FILES, contents, strict=True):
+            _write(partial / name, data)
+
+    def end() -> None:
+        _write(partial / "manifest.json", json.dumps(_manifest(partial, state.numbers), indent=1).encode())
+        _sync_folder(partial / _MOMENTS)
         if target.exists():  # the same step again, after going back to an earlier one
             shutil.rmtree(target)
         partial.rename(target)
         _sync_folder(parent)
+        for old in steps(run_dir)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    try:
+        _on_first(begin, world)
+        moments.write(partial / _MOMENTS, state.moments, world)
+        _on_first(end, world)
     except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
+        if world.first:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
-    for old in steps(run_dir)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def _on_first(function: Callable[[], None], world: World) -> None:
+    """Runs on rank 0; the others wait, and raise its OSError, too."""
+    problem: OSError | None = None
+    if world.first:
+        try:
+            function()
+        except OSError as error:
+            problem = error
+    told = world.gather((problem.errno, problem.strerror) if problem else None)[0]
+    if problem is not None:
+        raise problem
+    if told is not None:
+        raise OSError(*told)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _manifest(folder: Path, numbers: dict[str, float]) -> dict[str, Any]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {
+        "schema": 2,
+        "step": numbers["step"],
+        "files": {
+            str(file.relative_to(folder)): {"bytes": file.stat().st_size, "crc32": _crc32(file)}
+            for file in files
+        },
+    }
+
+
+def _crc32(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            found = zlib.crc32(piece, found)
+    return found
 
 
 def _sync_folder(folder: Path) -> None:
@@ -115,33 +198,41 @@ def steps(run_dir: Path) -> list[Path]:
 
 def load(folder: Path) -> Checkpoint:
     """The checkpoint in `folder`, every byte checked. Raises CheckpointError that says what is wrong."""
+    _check(folder)
+    try:
+        config, notes = from_saved(tomllib.loads((folder / "config.toml").read_bytes().decode()))
+        numbers = json.loads((folder / "run.json").read_bytes())
+        found = Checkpoint(
+            folder,
+            config,
+            safetensors.torch.load_file(folder / "model.safetensors"),
+            numbers,
+            safetensors.torch.load_file(folder / "run.safetensors"),
+        )
+    except (safetensors.SafetensorError, OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} was not written by this version of bakeoff: {error}") from None
+    if notes:
+        log.warning("%s is another version's: %s", folder / "config.toml", "; ".join(notes))
+    return found
+
+
+def _check(folder: Path) -> None:
+    """Raises CheckpointError unless every file is there and is what the manifest says."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
-        contents = {}
-        for name in _FILES:
-            data = (folder / name).read_bytes()
-            expected = manifest["files"][name]
-            if len(data) != expected["bytes"] or zlib.crc32(data) != expected["crc32"]:
-                raise CheckpointError(f"{folder / name} is torn: it does not match manifest.json")
-            contents[name] = data
+        files = dict(manifest["files"])
+        if missing := [name for name in _FILES if name not in files]:
+            raise CheckpointError(
+                f"{folder} was not written by this version of bakeoff: it has no {', '.join(missing)}"
+            )
+        for name, expected in files.items():
+            path = folder / name
+            if path.stat().st_size != expected["bytes"] or _crc32(path) != expected["crc32"]:
+                raise CheckpointError(f"{path} is torn: it does not match manifest.json")
     except OSError as error:
         raise CheckpointError(f"can't read the checkpoint {folder}: {error}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / 'manifest.json'} is torn: {error}") from None
-    try:
-        config = from_tree(tomllib.loads(contents["config.toml"].decode()))
-        weights = safetensors.torch.load(contents["model.safetensors"])
-        state = torch.load(io.BytesIO(contents["state.pt"]), map_location="cpu", weights_only=True)
-        return Checkpoint(folder, config, weights, state)
-    except (
-        safetensors.SafetensorError,
-        pickle.UnpicklingError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ) as error:
-        raise CheckpointError(f"{folder} was not written by this version of bakeoff: {error}") from None
 
 
 def latest(path: str | Path) -> Checkpoint | None:

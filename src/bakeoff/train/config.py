@@ -26,8 +26,10 @@ __all__ = [
     "Data",
     "Metrics",
     "Optim",
+    "Parallel",
     "Select",
     "Train",
+    "from_saved",
     "from_tree",
     "resolve",
     "to_toml",
@@ -91,6 +93,14 @@ class Train(Section, frozen=True):
     """"cpu", "cuda", "cuda:1", or "auto": CUDA where there is one."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """bf16 is autocast, with float32 weights; "auto" takes it on CUDA."""
+    capture: Literal["auto", "on", "off"] = "off"
+    """Replay the whole step as one CUDA graph: where possible ("auto"), or else an error ("on")."""
+    compile: bool = False
+    """Run the training pass through torch.compile."""
+    deterministic: bool = False
+    """On CUDA, take deterministic kernels only, so that a run repeats itself bit for bit, at some cost."""
+    leak_check: bool = True
+    """Before the first step, make sure that no output of the model sees its own future."""
     log_every: Positive = 20
     """Steps between metrics lines; the host waits for the device only there."""
     eval_every: Count = 0
@@ -106,6 +116,16 @@ class Train(Section, frozen=True):
     resume: str = "auto"
     """"auto": go on if run_dir holds a checkpoint. "never": refuse such a folder. Else a run or checkpoint to
     start from."""
+
+
+class Parallel(Section, frozen=True):
+    """[parallel] how the ranks that torchrun started share the work."""
+
+    mode: Literal["auto", "none", "ddp", "fsdp"] = "auto"
+    """"ddp": every rank holds the model. "fsdp": every rank holds a shard of it. "none": one process only.
+    "auto": ddp where there are several ranks."""
+    dead_after_s: Annotated[float, Meta(gt=0)] = 20.0
+    """Seconds without a sign of life after which a rank counts as dead, and the job ends."""
 
 
 class Select(Section, frozen=True):
@@ -138,6 +158,7 @@ class Config(Section, frozen=True):
     data: Data = Data()
     optim: Optim = Optim()
     train: Train = Train()
+    parallel: Parallel = Parallel()
     select: Select = Select()
     metrics: Metrics = Metrics()
 
@@ -199,6 +220,46 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
         return msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(_readable(str(error), tree)) from None
+
+
+def from_saved(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
+    """The Config that a run saved, possibly by another version, and what differs, in words: keys that no
+    longer exist, which are left out, and keys that were not there yet, which take their defaults.
+
+    Raises ConfigError for values that this version can't take.
+    """
+    kept: dict[str, Any] = {}
+    unknown, missing = _known_part(tree, Config, "", kept)
+    notes = [f"unknown {name} is left out" for name in unknown]
+    config = from_tree(kept)
+    defaults = to_tree(config)
+    for name in missing:
+        value: Any = defaults
+        for part in name.split("."):
+            value = value[part]
+        notes.append(f"missing {name} is " + ("all defaults" if isinstance(value, dict) else repr(value)))
+    return config, notes
+
+
+def _known_part(
+    tree: Mapping[str, Any], section: type, prefix: str, kept: dict[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Copies the keys of `section` into `kept`; (names it does not have, names that are not given)."""
+    fields = _fields(section)
+    unknown = [f"{prefix}{key}" for key in tree if key not in fields]
+    missing = []
+    for key, kind in fields.items():
+        name = f"{prefix}{key}"
+        if key not in tree:
+            if not (section is Select and key in registry):  # an op that nothing is forced for
+                missing.append(name)
+        elif _is_section(kind) and isinstance(tree[key], Mapping):
+            inner: dict[str, Any] = {}
+            deeper = _known_part(tree[key], kind, f"{name}.", inner)
+            kept[key], unknown, missing = inner, unknown + deeper[0], missing + deeper[1]
+        else:
+            kept[key] = tree[key]
+    return unknown, missing
 
 
 def to_tree(config: Config) -> dict[str, Any]:

@@ -4,7 +4,9 @@ A row is a flat dictionary. ``event`` says what it is:
     start   what the run is, and ``select/OP``, the candidate chosen for each op
     train   step, loss (nats), bits_per_byte, grad_norm, lr, tokens_per_s, share_of_peak, peak_bytes,
             data_wait_s, skipped (steps so far with a gradient that was not finite), seconds
+            graph_bytes (device memory held by a captured step)
     eval    step, held_out_bits_per_byte
+    capture step, captured, reason: whether steps are replayed from a CUDA graph, once that is known
     resume  step: rows of later steps above this line were not kept and come again
     end     steps, seconds, tokens_per_s, held_out_bits_per_byte, stopped
 """
@@ -99,6 +101,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             rows = [
                 kept for kept in rows if kept.get("step", 0) <= row["step"] and kept.get("event") != "end"
             ]
+        elif row.get("event") == "start" and not (rows and rows[-1].get("event") == "resume"):
+            rows = []  # from the beginning: the run was killed before its first checkpoint
         rows.append(row)
     return rows
 
@@ -200,9 +204,14 @@ class WandB:
 class MetricsLog:
     """All sinks of a run."""
 
-    def __init__(self, run_dir: Path, config: Config, console: Console | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, config: Config, console: Console | None = None, *, first: bool = True
+    ) -> None:
         settings = config.metrics
-        self.sinks: list[Sink] = [JsonLines(run_dir / "metrics.jsonl")]
+        self.sinks: list[Sink] = []
+        if not first:  # one rank of a job speaks for all
+            return
+        self.sinks.append(JsonLines(run_dir / "metrics.jsonl"))
         if settings.tensorboard:
             self.sinks.append(TensorBoard(run_dir))
         if settings.wandb:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bakeoff.parallel import ALONE, World
 from bakeoff.train import checkpoint
 from bakeoff.train.checkpoint import Checkpoint, CheckpointError
 from bakeoff.train.config import Config, ConfigError, Optim, to_toml, to_tree
@@ -16,15 +17,30 @@ __all__ = ["open_run"]
 _CURVE = {
     "data": ("path", "holdout"),
     "optim": Optim.__struct_fields__,
-    "train": ("steps", "batch_size", "seq_len", "accumulate", "seed", "precision"),
+    "train": ("steps", "batch_size", "seq_len", "accumulate", "seed", "precision", "compile"),
 }
 
 
-def open_run(config: Config) -> tuple[Path, Checkpoint | None]:
-    """The run's folder, made and holding config.toml, and the checkpoint to go on from, if any.
+def open_run(config: Config, world: World = ALONE) -> tuple[Path, Checkpoint | None]:
+    """The run's folder, made and holding config.toml, and the checkpoint to go on from, if any; rank 0
+    chooses both.
 
     Raises ConfigError for a folder that can't be used, CheckpointError for a checkpoint that can't.
     """
+    mine: list[Checkpoint | None] = []
+
+    def choose() -> tuple[Path, Path | None]:
+        run_dir, found = _open(config)
+        mine.append(found)
+        return run_dir, found.folder if found else None
+
+    run_dir, folder = world.decide(choose)
+    if mine:
+        return run_dir, mine[0]
+    return run_dir, checkpoint.load(folder) if folder else None
+
+
+def _open(config: Config) -> tuple[Path, Checkpoint | None]:
     train = config.train
     run_dir = Path(train.run_dir).expanduser() if train.run_dir else _fresh(config.recipe)
     found = None

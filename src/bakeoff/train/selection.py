@@ -3,9 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from bakeoff import hardware
-from bakeoff.select import Explanation, Verdict, tune
+from bakeoff.parallel import ALONE, World
+from bakeoff.select import Explanation, Verdict
 from bakeoff.select import table as tables
+from bakeoff.select.agree import tune_together
 from bakeoff.select.dispatch import choose
 from bakeoff.select.explain import rows_of
 from bakeoff.select.key import key
@@ -18,17 +22,26 @@ __all__ = ["choices", "settle"]
 
 
 def settle(
-    step: Callable[[], object], settings: Select, run_dir: Path, announce: Callable[[str], None]
+    step: Callable[[], object],
+    settings: Select,
+    run_dir: Path,
+    announce: Callable[[str], None],
+    world: World = ALONE,
+    *,
+    compiled: bool = False,
 ) -> list[Explanation]:
     """Tunes for what `step` calls, where the policy in force lets tables decide, and returns what each call
     will run. The verdicts behind the choices are saved as ``run_dir/table.json``.
 
-    `step` runs once or twice and must leave the model as it was.
+    `step` runs once or twice and must leave the model as it was; `compiled` says that it calls torch.compiled
+    code. Of several ranks the first decides for all.
     """
-    if settings.tune and current().policy in ("table", "tune"):
-        report = tune(step, settings.budget_s, announce=announce)
-        for name, reason in report.unsettled.items():
+    if current().policy in ("table", "tune") and (settings.tune or world.size > 1):
+        report = tune_together(step, settings.budget_s if settings.tune else 0.0, announce=announce)
+        for name, reason in report.unsettled.items() if settings.tune else ():
             announce(f"not settled: {name}: {reason}")
+    if compiled:  # code that is compiled already would run unseen
+        torch.compiler.reset()
     with recording() as recorded:
         step()
     explanations = []
@@ -52,7 +65,7 @@ def settle(
                 warning=found.verdict.warning if found else "",
             )
         )
-    if verdicts:
+    if verdicts and world.first:
         try:
             tables.write(run_dir / "table.json", tables.Table(hardware.facts(device), verdicts))
         except OSError as error:

@@ -1,0 +1,38 @@
+"""A model over several ranks: whole on each (DDP), or in shards (FSDP2). Set up here, done by PyTorch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["full", "replicas", "sharded", "total_norm"]
+
+
+def replicas(model: nn.Module, device: torch.device) -> DistributedDataParallel:
+    """The model on every rank, whose gradients are averaged while backward runs."""
+    return DistributedDataParallel(
+        model, device_ids=[device] if device.type == "cuda" else None, gradient_as_bucket_view=True
+    )
+
+
+def sharded(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, size: int) -> nn.Module:
+    """`model`, changed in place: a rank keeps 1/size of each parameter and gathers one block at a time."""
+    mesh = init_device_mesh(device.type, (size,))
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded (all ranks must ask)."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all gradients of the whole model, sharded or not, equal on all ranks."""
+    return full(nn.utils.get_total_norm(gradients))

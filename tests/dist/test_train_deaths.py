@@ -1,0 +1,163 @@
+"""A rank that dies, hangs or fails ends the job within seconds, and the others say which one it was."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from bakeoff.models.llm_med import Config as ModelConfig
+from bakeoff.train.config import Config, Data, Metrics, Parallel, Select, Train, to_toml
+from bakeoff.train.metrics import read_metrics
+
+DEAD_AFTER_S = 3
+LIMIT_S = 60
+
+PROGRAM = """
+    import os, signal, sys, time
+    import torch
+    torch.set_num_threads(1)
+    from bakeoff.errors import BakeoffError
+    from bakeoff.train import Config, loop, resolve, train
+
+    rank, who, what = int(os.environ["RANK"]), int(sys.argv[2]), sys.argv[3]
+
+    class Doomed(loop.Stepper):
+        made = 0
+        def __call__(self, rows, lr):
+            self.made += 1
+            if self.made == 5 and rank == who:
+                print("now", flush=True)
+                if what == "raises":
+                    raise ValueError("rank of bad luck")
+                os.kill(os.getpid(), getattr(signal, what))
+            super().__call__(rows, lr)
+
+    loop.Stepper = Doomed
+    try:
+        train(resolve(Config(), sys.argv[1]))
+    except BakeoffError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("a text that is read again and again, by several ranks. " * 100)
+    config = Config(
+        model=ModelConfig(d_model=16, layers=1, heads=2, max_seq_len=16),
+        data=Data(path=str(tmp_path / "text.txt")),
+        train=Train(
+            steps=10_000, batch_size=12, log_every=1000, eval_rows=3, checkpoint_every=0, device="cpu",
+            leak_check=False, run_dir=str(tmp_path / "run"),
+        ),
+        parallel=Parallel(dead_after_s=DEAD_AFTER_S),
+        select=Select(tune=False),
+        metrics=Metrics(console=False),
+    )  # fmt: skip
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config))
+    return file
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+def launch(settings: Path, world: int, who: int, what: str) -> list[subprocess.Popen[str]]:
+    port = free_port()
+    found = []
+    for rank in range(world):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(settings), str(who), what]
+        found.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    return found
+
+
+def ended(settings: Path, world: int, who: int, what: str) -> tuple[list[str], float]:
+    """What the surviving ranks said on standard error, and how long after the event the last one ended."""
+    ranks = launch(settings, world, who, what)
+    try:
+        assert ranks[who].stdout is not None
+        assert ranks[who].stdout.readline() == "now\n"
+        since = time.monotonic()
+        said = []
+        for rank, process in enumerate(ranks):
+            if rank != who:
+                said.append(process.communicate(timeout=LIMIT_S)[1])
+                assert process.returncode == 1, said[-1]
+        return said, time.monotonic() - since
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(("world", "who"), [(3, 1), (2, 0)])
+def test_a_killed_rank_is_named_within_seconds(settings: Path, world: int, who: int) -> None:
+    said, seconds = ended(settings, world, who, "SIGKILL")
+    assert seconds < DEAD_AFTER_S + 10
+    for text in said:
+        assert f"rank {who}" in text.splitlines()[-1]
+        assert "is dead: no sign of life for 3 s" in text or "can't be reached" in text
+        assert "it goes on from its last checkpoint" in text or f"rank {who}, which keeps" in text
+
+
+def test_a_rank_that_hangs_is_named_within_seconds(settings: Path) -> None:
+    """Its connections stay open, so no collective breaks by itself."""
+    (text,), seconds = ended(settings, 2, 1, "SIGSTOP")
+    assert seconds < DEAD_AFTER_S + 12
+    assert "rank 1 is dead: no sign of life for 3 s, last" in text
+
+
+def test_a_rank_that_fails_is_quoted(settings: Path) -> None:
+    (text,), seconds = ended(settings, 2, 1, "raises")
+    assert seconds < DEAD_AFTER_S + 10
+    assert "RankError: rank 1 failed with ValueError: rank of bad luck" in text
+
+
+def test_torchrun_from_the_command_line(settings: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    command += [str(free_port()), "-m", "bakeoff", "train", "--config", str(settings), "train.steps=4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    events = [row["event"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert events.count("start") == events.count("end") == 1
+
+
+TWICE = """
+    import torch
+    from bakeoff.parallel import joined
+    for number in range(3):
+        with joined(torch.device("cpu")) as world:
+            assert world.decide(lambda: number) == number
+            assert world.gather(world.rank) == [0, 1]
+"""
+
+
+def test_a_process_may_join_again_and_again(tmp_path: Path) -> None:
+    """Two runs in one process; a group that is taken down and set up again meets its own old addresses."""
+    program = tmp_path / "twice.py"
+    program.write_text(textwrap.dedent(TWICE))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    done = subprocess.run(
+        [*command, str(free_port()), str(program)], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,199 @@
+"""Training on several ranks: the same losses, checkpoints that fit any world, one decision for all."""
+
+import errno
+import io
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from bakeoff.errors import BakeoffError
+from bakeoff.models.llm_med import Config as ModelConfig
+from bakeoff.parallel import World
+from bakeoff.train import ConfigError, loop, moments, resolve, train
+from bakeoff.train.checkpoint import latest, steps
+from bakeoff.train.config import Config, Data, Metrics, Optim, Select, Train, to_toml
+from bakeoff.train.metrics import read_metrics
+
+Ranks = Callable[..., None]
+
+TEXT = "".join(f"line {n}: the quick brown fox jumps over {n % 7} lazy dogs\n" for n in range(400))
+STEPS = 12
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A small run at a constant rate, as a file; `run` lays a mode and a folder over it."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    config = Config(
+        model=ModelConfig(d_model=24, layers=2, heads=2, max_seq_len=32),
+        data=Data(path=str(tmp_path / "text.txt")),
+        optim=Optim(lr=3e-3, warmup=0.0, min_lr=1.0),
+        train=Train(
+            steps=STEPS, batch_size=8, accumulate=2, log_every=1, eval_rows=7, checkpoint_every=0,
+            device="cpu", leak_check=False,
+        ),
+        select=Select(tune=False),
+        metrics=Metrics(console=False),
+    )  # fmt: skip
+    file = tmp_path / "base.toml"
+    file.write_text(to_toml(config))
+    return file
+
+
+def run(base: Path, name: str, *overrides: str, **more: Any) -> Any:
+    config = resolve(Config(), base, [f"train.run_dir={base.parent / name}", *overrides])
+    return train(config, console=Console(file=io.StringIO()), **more)
+
+
+def trained(rank: int, base: Path, name: str, *overrides: str) -> None:
+    result = run(base, name, *overrides)
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (result.steps, result.bits_per_byte_after, str(result.checkpoint)))
+    assert len(set(everybody)) == 1, everybody
+
+
+def curve(base: Path, name: str) -> dict[str, list[float]]:
+    rows = read_metrics(base.parent / name / "metrics.jsonl")
+    found = {key: [row[key] for row in rows if row["event"] == "train"] for key in ("loss", "grad_norm")}
+    found["held_out"] = [row["held_out_bits_per_byte"] for row in rows if row["event"] == "eval"]
+    return found
+
+
+def assert_same(one: dict[str, list[float]], other: dict[str, list[float]]) -> None:
+    for key, values in one.items():
+        assert len(values) == len(other[key]), key
+        torch.testing.assert_close(torch.tensor(other[key]), torch.tensor(values), rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("world", "mode"), [(2, "ddp"), (2, "fsdp"), (4, "fsdp")])
+def test_losses_are_those_of_one_rank(ranks: Ranks, base: Path, world: int, mode: str) -> None:
+    run(base, "alone")
+    ranks(world, trained, base, "many", f"parallel.mode={mode}")
+    alone, many = curve(base, "alone"), curve(base, "many")
+    assert len(alone["loss"]) == STEPS
+    assert alone["loss"][-1] < alone["loss"][0] - 1
+    assert_same(alone, many)
+    (start,) = [r for r in read_metrics(base.parent / "many" / "metrics.jsonl") if r["event"] == "start"]
+    assert (start["ranks"], start["parallel"]) == (world, mode)
+    ends = [latest(base.parent / name) for name in ("alone", "many")]
+    for name, tensor in ends[0].weights.items():
+        torch.testing.assert_close(ends[1].weights[name], tensor, rtol=1e-3, atol=2e-4)
+
+
+def test_a_checkpoint_of_any_world_opens_in_any(ranks: Ranks, base: Path) -> None:
+    run(base, "alone")
+    ranks(2, trained, base, "chain", "parallel.mode=ddp", "train.steps=3")
+    ranks(4, trained, base, "chain", "parallel.mode=fsdp", "train.steps=6")
+    assert run(base, "chain", "train.steps=9").steps == 9
+    ranks(2, trained, base, "chain", "parallel.mode=fsdp", f"train.steps={STEPS}")
+    alone, chain = curve(base, "alone"), curve(base, "chain")
+    del alone["held_out"], chain["held_out"]  # a part of a run ends with a measurement
+    assert_same(alone, chain)
+
+
+def told_to_stop(rank: int, base: Path) -> None:
+    class Interrupted(loop.Stepper):
+        made = 0
+
+        def __call__(self, rows: torch.Tensor, lr: float) -> None:
+            self.made += 1
+            if rank == 1 and self.made == 3:
+                signal.raise_signal(signal.SIGTERM)
+            super().__call__(rows, lr)
+
+    loop.Stepper = Interrupted
+    result = run(base, "stopped")
+    assert (result.steps, result.stopped) == (4, "SIGTERM")
+    assert result.checkpoint == base.parent / "stopped" / "checkpoints" / "step-00000004"
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(ranks: Ranks, base: Path) -> None:
+    run(base, "alone")
+    ranks(2, told_to_stop, base)
+    assert run(base, "stopped").steps == STEPS
+    alone, stopped = curve(base, "alone"), curve(base, "stopped")
+    torch.testing.assert_close(
+        torch.tensor(alone["loss"]), torch.tensor(stopped["loss"]), rtol=2e-4, atol=1e-5
+    )
+
+
+def against_the_clock(rank: int, base: Path) -> None:
+    """Each rank has a clock of its own; rank 0's decides the rate and the end."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += (1.0, 37.0)[rank]
+        return now
+
+    rates: list[float] = []
+
+    class Noted(loop.Stepper):
+        def __call__(self, rows: torch.Tensor, lr: float) -> None:
+            rates.append(lr)
+            super().__call__(rows, lr)
+
+    loop.Stepper = Noted
+    overrides = ["train.steps=0", "train.max_seconds=120", "optim.min_lr=0.1"]
+    result = run(base, "timed", *overrides, clock=clock)
+    assert result.stopped == "time"
+    assert rates[-1] < rates[0]
+    everybody: list[Any] = [None] * 2
+    dist.all_gather_object(everybody, (result.steps, rates))
+    assert everybody[0] == everybody[1]
+
+
+def test_time_is_rank_0_s(ranks: Ranks, base: Path) -> None:
+    ranks(2, against_the_clock, base)
+
+
+def full_disk_on_one_rank(rank: int, base: Path) -> None:
+    if rank == 1:
+        write = moments.HuggingFaceStorageWriter.write_data
+
+        def refuse(writer: Any, *args: Any) -> Any:
+            if "00000002" in str(writer.path):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(writer, *args)
+
+        moments.HuggingFaceStorageWriter.write_data = refuse
+    result = run(base, "full", "parallel.mode=fsdp", "train.checkpoint_every=2", "train.steps=4")
+    assert result.steps == 4
+
+
+def test_a_full_disk_of_one_rank_is_a_failed_save_for_all(ranks: Ranks, base: Path) -> None:
+    ranks(2, full_disk_on_one_rank, base)
+    assert [folder.name for folder in steps(base.parent / "full")] == ["step-00000004"]
+    assert [f.name for f in (base.parent / "full" / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def refused(rank: int, base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"can't be shared by 2 ranks of train.accumulate=8 parts"):
+        run(base, "refused", "train.accumulate=8")
+    with pytest.raises(ConfigError, match="is for one process, and 2 were launched"):
+        run(base, "refused", "parallel.mode=none")
+    # Found by rank 0, told to all.
+    with pytest.raises(BakeoffError, match="can't write to the run folder"):
+        run(base, "text.txt/run")
+
+
+def test_what_can_not_be_shared_is_refused_on_every_rank(ranks: Ranks, base: Path) -> None:
+    ranks(2, refused, base)
+
+
+def decided(rank: int) -> None:
+    world = World(rank, 2, dist.group.WORLD)
+    assert world.decide(lambda: f"by rank {rank}") == "by rank 0"
+    assert world.gather(rank) == [0, 1]
+    with pytest.raises((ValueError, BakeoffError), match="no such thing"):
+        world.decide(lambda: int("no such thing"))
+
+
+def test_rank_0_decides_for_all(ranks: Ranks) -> None:
+    ranks(2, decided)

@@ -1,0 +1,185 @@
+"""Runs that are killed, run out of disk, or are asked to end lose only the steps since the last save."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from bakeoff.models.llm_med import Config as ModelConfig
+from bakeoff.models.llm_med import LLMMed
+from bakeoff.train import checkpoint
+from bakeoff.train.checkpoint import State, latest, steps
+from bakeoff.train.config import Config, Data, Metrics, Optim, Select, Train, to_toml
+from bakeoff.train.metrics import read_metrics
+
+KILLS = 25
+
+# Forks one process an attempt, which trains until it is killed at a random moment or is done. The parent has
+# made a step, so that an attempt starts at once and is mostly killed while it steps or saves.
+PROGRAM = """
+    import glob, os, random, signal, sys, time
+    import torch
+    torch.set_num_threads(1)
+    from bakeoff.train import Config, resolve, train
+
+    file, whole, killed, kills = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+
+    def saving(folder):
+        checkpoints = os.path.join(folder, "checkpoints")
+        return os.path.isdir(checkpoints) and any(n.startswith(".partial") for n in os.listdir(checkpoints))
+
+    def attempt(folder, patience):
+        child = os.fork()
+        if child == 0:
+            try:
+                train(resolve(Config(), file, [f"train.run_dir={folder}"]))
+                os._exit(0)
+            except BaseException:
+                import traceback
+                traceback.print_exc()
+                os._exit(3)
+        if patience is not None:
+            if patience < 0:  # wait for a save to begin
+                while not saving(folder):
+                    time.sleep(0.0002)
+            time.sleep(abs(patience))
+            os.kill(child, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    train(resolve(Config(), file, [f"train.run_dir={whole}-warm", "train.steps=1"]))
+    begin = time.monotonic()
+    assert attempt(whole, None) == 0
+    seconds = time.monotonic() - begin
+    draw = random.Random(0)
+    ends, torn = [], 0
+    for number in range(kills):
+        if saving(killed):
+            torn += 1
+            for left in glob.glob(killed + "/checkpoints/.partial-*"):
+                os.rename(left, f"{killed}/left-{number}")
+        patience = draw.uniform(0.02, 0.15) * seconds if number % 2 else -draw.uniform(0.0, 0.004)
+        ends.append(attempt(killed, patience))
+        if ends[-1] == 0:
+            break
+        assert ends[-1] == -signal.SIGKILL, ends
+    while ends[-1] != 0:
+        ends.append(attempt(killed, None))
+    print(sum(end != 0 for end in ends), torn)
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    """A run of 60 steps with dropout that saves at every step."""
+    (tmp_path / "text.txt").write_text("".join(f"{n} lazy dogs and {n % 7} foxes\n" for n in range(500)))
+    config = Config(
+        model=ModelConfig(d_model=16, layers=1, heads=2, max_seq_len=16, dropout=0.1),
+        data=Data(path=str(tmp_path / "text.txt")),
+        optim=Optim(lr=3e-3, warmup=0.1),
+        train=Train(
+            steps=60, batch_size=4, log_every=1, eval_rows=4, checkpoint_every=1, keep=2, device="cpu",
+            leak_check=False, run_dir=str(tmp_path / "run"),
+        ),
+        select=Select(tune=False),
+        metrics=Metrics(console=False),
+    )  # fmt: skip
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config))
+    return file
+
+
+def test_a_run_killed_many_times_repeats_the_whole_run_bit_for_bit(settings: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(PROGRAM),
+        str(settings),
+        str(whole),
+        str(killed),
+        str(KILLS),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    kills, torn = map(int, done.stdout.split())
+    assert kills >= 10
+    assert torn >= 3, "hardly a kill came in the middle of a save"
+    assert "Traceback" not in done.stderr
+    curves = []
+    for run in (whole, killed):
+        rows = [row for row in read_metrics(run / "metrics.jsonl") if row["event"] == "train"]
+        curves.append([(row["step"], row["loss"], row["grad_norm"]) for row in rows])
+    assert curves[0] == curves[1]
+    assert [step for step, *_ in curves[1]] == list(range(1, 61))
+    ends = [latest(run) for run in (whole, killed)]
+    assert all(torch.equal(tensor, ends[1].weights[name]) for name, tensor in ends[0].weights.items())
+
+
+@pytest.fixture
+def room() -> Iterator[list[int]]:
+    """A disk that is full after room[0] bytes of a file, by the system's own limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield []
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("part", ["model.safetensors", "moments"])
+def test_a_disk_that_fills_up_while_saving_leaves_what_was_there(
+    share: float, part: str, tmp_path: Path, room: list[int]
+) -> None:
+    model = LLMMed(ModelConfig(d_model=16, layers=1, heads=2, max_seq_len=8))
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    large = sum(tensor.nbytes for tensor in weights.values())
+    # The part that is to fail is the largest file; the other is small.
+    few = {"norm.weight": weights["norm.weight"]}
+    held, kept = (weights, few) if part == "model.safetensors" else (few, weights)
+
+    def save(step: int) -> None:
+        moments = {f"{name}/exp_avg": tensor for name, tensor in kept.items()}
+        checkpoint.save(tmp_path, Config(), State({"step": step}, held, {}, moments), keep=5)
+
+    save(1)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max(4096, int(share * large)), hard))
+    with pytest.raises(OSError, match="File too large") as caught:
+        save(2)
+    assert caught.value.errno == errno.EFBIG
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert [f.name for f in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    save(3)
+    assert [folder.name for folder in steps(tmp_path)] == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_with_a_checkpoint_and_status_0(
+    number: signal.Signals, settings: Path, tmp_path: Path
+) -> None:
+    overrides = ["train.steps=100000", "train.checkpoint_every=0"]
+    command = [sys.executable, "-m", "bakeoff", "train", "--config", str(settings), *overrides]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and not (metrics.exists() and b'"train"' in metrics.read_bytes()):
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    found = latest(tmp_path / "run")
+    rows = read_metrics(metrics)
+    assert found is not None
+    assert found.step == rows[-1]["step"] > 0
+    assert rows[-1]["stopped"] == number.name
