@@ -39,7 +39,7 @@ def base(tmp_path: Path) -> Config:
         optim=Optim(lr=3e-3, warmup=0.0, min_lr=1.0),
         train=Train(
             steps=STEPS, batch_size=8, accumulate=2, log_every=1, eval_rows=8, checkpoint_every=0,
-            device="cuda", deterministic=True, run_dir=str(tmp_path / "run"),
+            device="cuda", capture="auto", deterministic=True, run_dir=str(tmp_path / "run"),
         ),
         select=Select(tune=False),
         metrics=Metrics(console=False),
@@ -177,7 +177,7 @@ def losses(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
     return [(row["loss"], row["grad_norm"]) for row in rows if row["event"] == "train"]
 
 
-def test_a_run_is_captured_unless_told_otherwise_and_learns_the_same(base: Config, tmp_path: Path) -> None:
+def test_a_run_is_captured_where_asked_and_learns_the_same(base: Config, tmp_path: Path) -> None:
     rows, _ = run(base)
     (event,) = [row for row in rows if row["event"] == "capture"]
     assert event["captured"], event["reason"]

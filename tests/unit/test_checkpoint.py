@@ -149,8 +149,8 @@ def test_a_configuration_of_another_version_is_read_and_its_differences_named(
     write(tmp_path, 1)
     folder = steps(tmp_path)[0]
     text = (folder / "config.toml").read_text()
-    assert 'capture = "auto"\n' in text
-    text = text.replace('capture = "auto"\n', "").replace("[train]\n", "[train]\nturbo = 3\n")
+    assert 'precision = "auto"\n' in text
+    text = text.replace('precision = "auto"\n', "").replace("[train]\n", "[train]\nturbo = 3\n")
     text = text.replace("[parallel]", "[flux]")
     replace(folder / "config.toml", text.encode())
     with caplog.at_level(logging.WARNING, logger="bakeoff"):
@@ -158,7 +158,7 @@ def test_a_configuration_of_another_version_is_read_and_its_differences_named(
     for note in (
         "unknown train.turbo is left out",
         "unknown flux is left out",
-        "missing train.capture is 'auto'",
+        "missing train.precision is 'auto'",
         "missing parallel is all defaults",
     ):
         assert note in caplog.text, note
