@@ -1,5 +1,6 @@
 """train and tune: recipes from the command line."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def run(config: Config) -> None:
     """Train, and say what came of it."""
     out = console()
     result = train(config, console=out)
+    if os.environ.get("RANK", "0") != "0":
+        return  # torchrun shows every rank's output; one says it all
     print_result(result, out)
     if result.checkpoint:
         out.print(f"text from it: bakeoff generate {result.run_dir}", highlight=False, soft_wrap=True)
