@@ -3,16 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 
 from bakeoff import hardware
 from bakeoff.parallel import ALONE, World
-from bakeoff.select import Explanation, Verdict
+from bakeoff.select import Explanation
 from bakeoff.select import table as tables
 from bakeoff.select.agree import tune_together
-from bakeoff.select.dispatch import choose
-from bakeoff.select.explain import rows_of
-from bakeoff.select.key import key
+from bakeoff.select.explain import explain_case
 from bakeoff.select.policy import current
 from bakeoff.select.tune import recording
 from bakeoff.train.config import Select
@@ -45,29 +44,16 @@ def settle(
     with recording() as recorded:
         step()
     explanations = []
-    verdicts: dict[str, Verdict] = {}
-    device = "cpu"
-    for op, case in recorded.values():
-        device = case.device
-        choice = choose(op, case, current())
-        name = key(op, case, current().regime)
-        found = choice.found
-        if found is not None:
-            verdicts[name] = found.verdict
-        explanations.append(
-            Explanation(
-                op=op.name,
-                key=name,
-                choice=choice.candidate.name,
-                why=choice.why,
-                source=found.source if found else "no verdict for this key",
-                rows=rows_of(found.verdict, case.device, choice.candidate.name) if found else (),
-                warning=found.verdict.warning if found else "",
-            )
-        )
+    for (name, _), (op, case) in recorded.items():
+        now = current()
+        if name.endswith(" compiled"):
+            now = msgspec.structs.replace(now, regime="compiled")
+        explanations.append(explain_case(op, case, now))
+    verdicts = {found.key: found.verdict for found in explanations if found.verdict is not None}
     if verdicts and world.first:
         try:
-            tables.write(run_dir / "table.json", tables.Table(hardware.facts(device), verdicts))
+            facts = hardware.facts(next(iter(recorded.values()))[1].device)
+            tables.write(run_dir / "table.json", tables.Table(facts, verdicts))
         except OSError as error:
             log.warning("can't keep the verdict table with the run (%s); training goes on", error.strerror)
     return explanations
