@@ -20,34 +20,31 @@ __all__ = ["Tiling", "backward_tiling", "forward_tiling", "sum_tiling"]
 def _forward(
     x, residual, weight, y, s,
     N: tl.int64, x_units: tl.int64, residual_units: tl.int64, eps: tl.float32, offset: tl.float32,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
-    LOAD: tl.constexpr, STORE: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of ROWS whole rows; each program walks tiles pid, pid + programs, ...
+    """A tile of ROWS whole rows a program; EVEN: N is a multiple of ROWS.
 
-    Reads x (and the residual), writes y (and s); about 4 FLOPs an element.
+    Reads x (and the residual), writes y (and s); about 4 FLOPs an element. Masks are constant, hence free,
+    where nothing is cut.
     """
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
-    inside = cols < D
-    for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
-        rows = (tile * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
-        mask = (rows < N) & inside
-        at = rows * (x_units * ALIGN) + cols
-        value = tl.load(x + at, mask=mask, other=0.0, eviction_policy=LOAD).to(tl.float32)
-        if residual is not None:
-            at = rows * (residual_units * ALIGN) + cols
-            other = tl.load(residual + at, mask=mask, other=0.0, eviction_policy=LOAD)
-            # What is normalised is s as stored: the backward sees no other.
-            total = (value + other.to(tl.float32)).to(s.dtype.element_ty)
-            tl.store(s + rows * D + cols, total, mask=mask)
-            value = total.to(tl.float32)
-        if weight is not None:  # asked for after x, so that x's load never waits for it
-            scale = tl.load(weight + cols, mask=inside, other=0.0)
-        mean_square = tl.sum(value * value, axis=1, keep_dims=True) * (1.0 / D)
-        value *= tl.rsqrt(mean_square + eps)
-        if weight is not None:
-            value *= scale.to(tl.float32) + offset
-        tl.store(y + rows * D + cols, value.to(y.dtype.element_ty), mask=mask, cache_modifier=STORE)
+    inside = tl.full([1, BLOCK], True, tl.int1) if BLOCK == D else cols < D
+    mask = inside & (tl.full([ROWS, 1], True, tl.int1) if EVEN else rows < N)
+    value = tl.load(x + rows * (x_units * ALIGN) + cols, mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        other = tl.load(residual + rows * (residual_units * ALIGN) + cols, mask=mask, other=0.0)
+        # What is normalised is s as stored: the backward sees no other.
+        total = (value + other.to(tl.float32)).to(s.dtype.element_ty)
+        tl.store(s + rows * D + cols, total, mask=mask)
+        value = total.to(tl.float32)
+    if weight is not None:  # asked for after x, so that x's load never waits for it
+        scale = tl.load(weight + cols, mask=inside, other=0.0)
+    mean_square = tl.sum(value * value, axis=1, keep_dims=True) * (1.0 / D)
+    value *= tl.rsqrt(mean_square + eps)
+    if weight is not None:
+        value *= scale.to(tl.float32) + offset
+    tl.store(y + rows * D + cols, value.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["x_units", "residual_units", "eps", "offset"])
@@ -238,32 +235,28 @@ class Tiling(NamedTuple):
         return {"LOAD": "evict_first", "STORE": ".cs"} if self.stream else {"LOAD": "", "STORE": ""}
 
 
-FORWARD_LIMIT = 8192
+FORWARD_LIMIT = 16384
 BACKWARD_LIMIT = 16384
 _UNLIMITED = 2**31 - 1
 _STREAM = 2**25  # bytes: a tensor of this size is gone from a 50 MB L2 before its next reader comes
 
 
 @lru_cache(maxsize=4096)
-def forward_tiling(N: int, D: int, itemsize: int, sms: int) -> Tiling:
+def forward_tiling(N: int, D: int, sms: int) -> Tiling:
     """The forward's tiling for N rows of D elements on a device of `sms` multiprocessors.
 
-    Measured on one H100 SXM (us, bf16): 16384x16384 in two passes of 8192 358, in one 400; 8192x1024
-    persistent 13.1, one tile a program 14.0; 32768x4096 with streaming hints 180.7, without 182.8.
+    One tile a program, without cache hints: sweeps over the benchmark's shapes on an H100 and an H200 found
+    persistent programs and streaming hints slower nearly everywhere, and one pass over 16,384 columns faster
+    than two. Long tiles want 16-byte accesses from 8 warps, short ones as few warps as hold them.
     """
     block = triton.next_power_of_2(D)
     if block > FORWARD_LIMIT:
         return Tiling(8192, 1, 1, 16, _UNLIMITED)
-    stream = N * D * itemsize >= _STREAM
-    rows = max(1, 4096 // block)
-    while rows > 1 and 4 * rows * sms > N:
-        rows //= 2
-    if block >= 4096:
-        return Tiling(block, rows, 1, 8, _UNLIMITED, stream=stream)
-    warps = max(1, block * rows // 1024)
-    if block >= 1024 and block * rows == 4096 and not stream:
-        return Tiling(block, rows, 3, warps, 8 * sms)
-    return Tiling(block, rows, 1, warps, _UNLIMITED, stream=stream)
+    if block <= 512:
+        return Tiling(block, 1024 // block, 1, 1, _UNLIMITED)
+    rows = 4 if block == 1024 and 16 * sms <= N else 1
+    tile = rows * block
+    return Tiling(block, rows, 1, 4 if tile <= 1024 else 8 if tile <= 4096 else 16, _UNLIMITED)
 
 
 @lru_cache(maxsize=4096)
@@ -271,9 +264,7 @@ def backward_tiling(N: int, D: int, itemsize: int, sms: int) -> Tiling:
     """The backward's tiling for N rows of D elements on a device of `sms` multiprocessors.
 
     Few programs keep the partial weight gradients small; asynchronous copies (stages) keep enough loads in
-    flight for them. Measured on one H100 SXM (us, bf16): 32768x4096 with 2 rows, 16 warps, 3 stages, one
-    program an SM 287; 16384x16384 with 2 stages and the weight loaded again 553, with 1 stage 566; r summed
-    again in the same reduction as g*n, 8192x4096: 74.9, r read from memory: 74.7.
+    flight for them. Summing r again in the same reduction as g*n costs as much as reading it from memory.
     """
     block = triton.next_power_of_2(D)
     if block > BACKWARD_LIMIT:

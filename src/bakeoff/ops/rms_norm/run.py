@@ -165,15 +165,15 @@ def _any_forward(
     if weight is not None:
         weight = weight.contiguous()
     align = _alignment(x_stride | residual_stride)
-    tiling = kernels.forward_tiling(N, D, x.element_size(), _multiprocessors(x.get_device()))
+    tiling = kernels.forward_tiling(N, D, _multiprocessors(x.get_device()))
     units = (x_stride // align, residual_stride // align)
     meta: dict[str, Any] = {"D": D, "BLOCK": tiling.block, "ALIGN": align, "num_warps": tiling.warps}
     tensors = (x, residual, weight, y, s)
     if tiling.block < D:
         _forward_long((N, 1, 1), *tensors, *units, eps, offset, **meta)
         return y, s
-    meta |= {"ROWS": tiling.rows, "STAGES": tiling.stages, **tiling.hints}
-    grid = (min(-(-N // tiling.rows), tiling.programs), 1, 1)
+    meta |= {"ROWS": tiling.rows, "EVEN": N % tiling.rows == 0}
+    grid = (-(-N // tiling.rows), 1, 1)
     args = (*tensors, N, *units, eps, offset)
     if key is None:
         _forward(grid, *args, **meta)
