@@ -44,18 +44,34 @@ class Stacked:
         shared: bool | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         del shared
-        new = [
-            None if t is None else torch.empty_like(t).copy_(t) for t in (param, exp_avg, exp_avg_sq, master)
-        ]
-        rows = [None if t is None else list(t.unbind(0)) for t in (new[0], grad, *new[1:])]
-        steps = [torch.full((), float(step), dtype=torch.float32, device=param.device)]
-        group = Group(rows[0] or [], rows[1] or [], rows[2] or [], rows[3] or [], steps, rows[4])
+        group = _group(param, grad, exp_avg, exp_avg_sq, master, step)
         self.update(group, Hyper(lr, beta1, beta2, eps, weight_decay, False, clip_coef, found_inf))
-        weight = new[3]
-        outputs = (new[0], new[1], new[2])
-        if weight is None:
-            return outputs  # type: ignore[return-value]
-        return (*outputs, join(new[0], weight) if weight.dtype == torch.int16 else weight)  # type: ignore[arg-type,return-value]
+        outputs = [torch.stack(column) for column in (group.params, group.exp_avg, group.exp_avg_sq)]
+        if group.master is not None:
+            wide = torch.stack(group.master)
+            outputs.append(join(outputs[0], wide) if wide.dtype == torch.int16 else wide)
+        return tuple(outputs)
+
+
+def _group(param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, master: Any, step: int) -> Group:
+    """Copies of the rows of stacked tensors as a group."""
+    steps = [torch.full((), float(step), dtype=torch.float32, device=param.device)]
+    wide = None if master is None else _rows(master)
+    return Group(_rows(param), _rows(grad), _rows(exp_avg), _rows(exp_avg_sq), steps, wide)
+
+
+def _rows(stacked: Tensor) -> list[Tensor]:
+    """Each row in memory of its own, aligned as a model's tensors are."""
+    return [row.clone() for row in stacked.unbind(0)]
+
+
+def prepare(call: Any, args: Sequence[Any]) -> Callable[[], None]:
+    """One step after the other on the same group, in place, as an optimizer calls it."""
+    param, grad, exp_avg, exp_avg_sq, master, clip_coef, found_inf = args[:7]
+    lr, beta1, beta2, eps, weight_decay, step, _ = args[7:]
+    group = _group(param, grad, exp_avg, exp_avg_sq, master, step)
+    how = Hyper(lr, beta1, beta2, eps, weight_decay, False, clip_coef, found_inf)
+    return lambda: call.update(group, how)
 
 
 class Norm:
@@ -71,9 +87,20 @@ class Norm:
         found: Callable[..., Guard] = resolve(self._guard)
         return found
 
+    @property
+    def norm(self) -> Callable[[Sequence[Tensor]], Tensor]:
+        found: Callable[[Sequence[Tensor]], Tensor] = resolve(self._norm)
+        return found
+
     def __call__(self, grad: Any) -> Tensor:
-        found: Tensor = resolve(self._norm)(list(grad.unbind(0)))
-        return found.reshape(1)
+        return self.norm(list(grad.unbind(0))).reshape(1)
+
+
+def prepare_norm(call: Any, args: Sequence[Any]) -> Callable[[], Tensor]:
+    """The norm of a list that is there already."""
+    grads = _rows(args[0])
+    found: Callable[[Sequence[Tensor]], Tensor] = call.norm
+    return lambda: found(grads)
 
 
 loop = Stacked(plain.loop)
@@ -164,13 +191,12 @@ def bucket(case: Case) -> Case:
 
 
 def cost(case: Case) -> Cost:
-    """Gradients read once, all else read and written (28 bytes a float32 parameter); and the copies that
-    keep a contest's call free of side effects: parameters, moments and master read and written once more."""
+    """Gradients read once, all else read and written: 28 bytes a float32 parameter."""
     written = [case.param, case.exp_avg, case.exp_avg_sq, *([case.master] if case.master is not None else [])]
     moved = case.grad.nbytes + sum(2 * meta.nbytes for meta in written)
     if case.master is not None and case.master.dtype == torch.float32:
         moved -= case.param.nbytes  # a parameter with a float32 master is only written
-    return Cost(moved + sum(2 * meta.nbytes for meta in written), 15 * case.param.numel)
+    return Cost(moved, 15 * case.param.numel)
 
 
 def cases() -> list[Case]:
@@ -246,8 +272,10 @@ def triton_supports(case: Case) -> str | None:
 
 
 def heuristic(case: Case, regime: str) -> str:
-    """PyTorch's fused kernel where it can, else the loop; ours runs where a contest has let it win."""
+    """Ours on CUDA; else PyTorch's fused kernel where it can, else the loop."""
     del regime
+    if triton_supports(case) is None:
+        return "triton"
     return "loop" if fused_supports(case) else "fused"
 
 
@@ -300,6 +328,7 @@ OP = Op(
     features=dict.fromkeys(("param", "grad", "exp_avg", "exp_avg_sq", "master"), 0),
     batched=frozenset({"param", "grad", "exp_avg", "exp_avg_sq", "master"}),
     draw=draw,
+    prepare=prepare,
     home="bakeoff.ops.adamw.op:OP",
 )
 
@@ -320,8 +349,9 @@ NORM = Op(
         norm_case(148, 124_000_000, "cuda", torch.bfloat16, "124M bf16"),
         norm_case(10_000, 640_000, "cuda", torch.float32, "10,000 tiny fp32"),
     ],
-    heuristic=lambda case, regime: "eager",
+    heuristic=lambda case, regime: "eager" if triton_supports(case) else "triton",
     features={"grad": 0},
     batched=frozenset(),
+    prepare=prepare_norm,
     home="bakeoff.ops.adamw.op:NORM",
 )

@@ -4,7 +4,7 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +37,9 @@ def foreach(group: Group, how: Hyper) -> None:
     """PyTorch's horizontally fused functions, as torch.optim.AdamW(foreach=True) uses them under capture."""
     weights = _weights(group)
     _advance(group.steps, None)
-    _foreach(weights, group.grads, group.exp_avg, group.exp_avg_sq, group.steps, how)
+    _foreach(
+        weights, group.grads, group.exp_avg, group.exp_avg_sq, _scalars(group, weights, how), *_betas(how)
+    )
     _store(group, weights)
 
 
@@ -62,15 +64,14 @@ def compiled(group: Group, how: Hyper) -> None:
     """torch.compile of `foreach`: one compilation for each list of shapes."""
     weights = _weights(group)
     _advance(group.steps, None)
-    lr = how.lr if isinstance(how.lr, Tensor) else _scalar(how.lr, weights[0].device)
-    unit = (
-        len(group.steps), how.beta1, how.beta2, how.eps, how.weight_decay, how.maximize,
-        *[
-            (w.shape, w.dtype, g.dtype, m.dtype)
-            for w, g, m in zip(weights, group.grads, group.exp_avg, strict=True)
-        ],
-    )  # fmt: skip
-    _unit(unit)(weights, group.grads, group.exp_avg, group.exp_avg_sq, group.steps, how._replace(lr=lr))
+    lists = (weights, group.grads, group.exp_avg, group.exp_avg_sq)
+    shapes = [(w.shape, w.dtype, g.dtype, m.dtype) for w, g, m, _ in zip(*lists, strict=True)]
+    betas = _betas(how)
+    step = _unit((len(group.steps), *betas, *shapes))
+    scalars = _scalars(group, weights, how)
+    if how.weight_decay and not isinstance(scalars.keep, Tensor):  # a number would be compiled in
+        scalars = scalars._replace(keep=torch.full_like(scalars.sizes[0], scalars.keep))
+    step(*lists, scalars, *betas)
     _store(group, weights)
 
 
@@ -81,30 +82,55 @@ def _unit(_: tuple[Any, ...]) -> Callable[..., None]:
     return torch.compile(twin, fullgraph=True, dynamic=False)
 
 
+class _Scalars(NamedTuple):
+    """What an update multiplies and divides by, ready before the lists are walked: inside a fused kernel the
+    powers would be taken anew, in float64, for every element."""
+
+    keep: Any
+    """1 - rate * weight decay."""
+    factor: Any
+    """What gradients are multiplied by."""
+    sizes: list[Any]
+    """-rate / (1 - beta1^t), one a tensor."""
+    roots: list[Any]
+    """sqrt(1 - beta2^t), one a tensor."""
+
+
+def _scalars(group: Group, weights: list[Tensor], how: Hyper) -> _Scalars:
+    rate = rate_of(how)
+    counts = torch.stack(group.steps).double()
+    sizes = list(_fit(rate / (how.beta1**counts - 1), weights).unbind())
+    roots = list(_fit((1 - how.beta2**counts).sqrt(), weights).unbind())
+    if len(sizes) < len(weights):
+        sizes, roots = sizes * len(weights), roots * len(weights)
+    keep = 1 - rate * how.weight_decay if how.weight_decay else 1.0
+    return _Scalars(_fit(keep, weights), _fit(factor_of(how), weights), sizes, roots)
+
+
+def _betas(how: Hyper) -> tuple[float, float, float]:
+    return how.beta1, how.beta2, how.eps
+
+
 def _foreach(
     weights: list[Tensor],
     grads: list[Tensor],
     m: list[Tensor],
     v: list[Tensor],
-    steps: list[Tensor],
-    how: Hyper,
+    scalars: _Scalars,
+    beta1: float,
+    beta2: float,
+    eps: float,
 ) -> None:
-    rate, factor = rate_of(how), factor_of(how)
-    grads = _scaled(grads, factor, m[0].dtype)
-    if how.weight_decay:
-        torch._foreach_mul_(weights, _fit(1 - rate * how.weight_decay, weights))
-    torch._foreach_lerp_(m, grads, 1 - how.beta1)
-    torch._foreach_mul_(v, how.beta2)
-    torch._foreach_addcmul_(v, grads, grads, 1 - how.beta2)
-    counts = [t.double() for t in steps]
-    sizes = [_fit(rate / (how.beta1**t - 1), weights) for t in counts]
-    roots = [_fit((1 - how.beta2**t).sqrt(), weights) for t in counts]
-    if len(steps) < len(weights):
-        sizes, roots = sizes * len(weights), roots * len(weights)
+    grads = _scaled(grads, scalars.factor, m[0].dtype)
+    if isinstance(scalars.keep, Tensor) or scalars.keep != 1.0:
+        torch._foreach_mul_(weights, scalars.keep)
+    torch._foreach_lerp_(m, grads, 1 - beta1)
+    torch._foreach_mul_(v, beta2)
+    torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
     below = list(torch._foreach_sqrt(v))
-    torch._foreach_div_(below, roots)
-    torch._foreach_add_(below, how.eps)
-    torch._foreach_div_(below, sizes)
+    torch._foreach_div_(below, scalars.roots)
+    torch._foreach_add_(below, eps)
+    torch._foreach_div_(below, scalars.sizes)
     torch._foreach_addcdiv_(weights, m, below)
 
 
@@ -181,8 +207,3 @@ def _fit(value: float | Tensor, weights: list[Tensor]) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to(torch.float64 if weights[0].dtype == torch.float64 else torch.float32)
-
-
-def _scalar(value: float, device: torch.device) -> Tensor:
-    """A device scalar made by a kernel: no copy that the host could wait for."""
-    return torch.full((), value, dtype=torch.float64, device=device)

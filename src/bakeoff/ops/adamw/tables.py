@@ -82,6 +82,8 @@ class Table:
         self.chunks = torch.from_numpy(chunks)
         if device.type == "cuda":
             self.chunks = self.chunks.pin_memory().to(device, non_blocking=True)
+        self._users: dict[int, torch.cuda.Stream] = {}
+        """Other streams than the one `chunks` was uploaded on, once they are ordered after the upload."""
         self._home = _stream(device)[0]
         self._uploaded = torch.cuda.Event() if device.type == "cuda" else None
         if self._uploaded is not None:
@@ -113,6 +115,11 @@ class Table:
         """Whether nothing is being fetched from this table's pinned memory, so that it may be freed."""
         return all(slot.fetched.query() for slot in self._slots)
 
+    def retire(self) -> None:
+        """Before the last reference goes: `chunks` must outlive the launches that still read it."""
+        for stream in self._users.values():
+            self.chunks.record_stream(stream)
+
     def _place(self, rows: np.ndarray, stream: int, capturing: bool) -> Tensor:
         """`rows` on the device, in order of `stream`."""
         if self.device.type != "cuda":
@@ -139,10 +146,9 @@ class Table:
         """Order `stream` after the upload of `chunks`, and prepare captures."""
         if self._uploaded is None:
             return
-        if stream != self._home:
-            now = torch.cuda.current_stream(self.device)
-            self._uploaded.wait(now)
-            self.chunks.record_stream(now)
+        if stream != self._home and stream not in self._users:
+            self._users[stream] = torch.cuda.current_stream(self.device)
+            self._uploaded.wait(self._users[stream])
         reserve = _reserves.get(self.device)
         wanted = max(_RESERVE, 16 * nbytes)
         if reserve is None or reserve.free.stop - reserve.free.start < wanted:
@@ -166,7 +172,7 @@ def table_for(
         found = known[key] = Table(sizes, chunk, device, fetch)
         oldest = next(iter(known))
         if len(known) > _MOST_TABLES and known[oldest].idle:
-            del known[oldest]
+            known.pop(oldest).retire()
     return found
 
 
