@@ -1,12 +1,14 @@
 """Whole-step capture as far as it goes without CUDA: the refusal, and how two steps are compared."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bakeoff import graphs
 from bakeoff.errors import BakeoffError
 from bakeoff.graphs import NotCapturable, capture_step, forbid_sync
+from bakeoff.graphs.watch import Watched, compare
 
 
 @pytest.fixture
@@ -30,12 +32,12 @@ def test_forbid_sync_does_nothing_without_cuda() -> None:
         assert torch.ones(2).sum().item() == 2.0
 
 
-def watched(step_rate: float, rows: int = 4, extra: bool = False) -> graphs._Watched:
+def watched(step_rate: float, rows: int = 4, extra: bool = False) -> Watched:
     """What the profiler tells of one small training step."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=step_rate)
-    seen = graphs._Watched()
+    seen = Watched()
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, record_shapes=True, acc_events=True) as profiler:
         y: Tensor = model(torch.ones(rows, 3))
@@ -49,7 +51,7 @@ def watched(step_rate: float, rows: int = 4, extra: bool = False) -> graphs._Wat
 
 def test_equal_steps_compare_equal_and_are_seen_backward_and_all() -> None:
     one, two = watched(0.1), watched(0.1)
-    graphs._compare(one.ops, two.ops)
+    compare(one.ops, two.ops)
     names = [name for name, _ in one.ops]
     assert names.index("aten::linear") < names.index("aten::sum") < names.index("aten::mm")
     assert one.on_device == set()
@@ -65,5 +67,38 @@ def test_equal_steps_compare_equal_and_are_seen_backward_and_all() -> None:
 )
 def test_a_step_that_differs_is_named(other: dict[str, float], says: str) -> None:
     with pytest.raises(NotCapturable, match=says) as caught:
-        graphs._compare(watched(0.1).ops, watched(**other).ops)  # type: ignore[arg-type]
+        compare(watched(0.1).ops, watched(**other).ops)  # type: ignore[arg-type]
     assert caught.value.op.startswith("aten::")
+
+
+@pytest.mark.parametrize(
+    ("did", "says"),
+    [
+        (
+            {"waits": ["loop.py:3: x.item()"], "on_device": {"aten::item"}},
+            r"waits .*\[aten::item at loop.py:3",
+        ),
+        ({"host_copy": "aten::copy_"}, r"copies from host memory.*\[aten::copy_\]"),
+        ({"cpu_random": True}, "random numbers on the CPU"),
+        (
+            {"optimizers": [torch.optim.Adam([nn.Parameter(torch.ones(1))])]},
+            r"Adam\(\.\.\., capturable=True\)",
+        ),
+    ],
+)
+def test_what_a_graph_can_not_do_is_refused(did: dict[str, Any], says: str) -> None:
+    seen = Watched()
+    seen.refuse()
+    for name, value in did.items():
+        setattr(seen, name, value)
+    with pytest.raises(NotCapturable, match=says):
+        seen.refuse()
+
+
+def test_an_optimizer_s_numbers_are_known_and_its_tensors_are_not() -> None:
+    seen = Watched()
+    parameter = nn.Parameter(torch.ones(1))
+    seen.optimizers = [torch.optim.SGD([parameter], lr=torch.tensor(0.1), momentum=0.9)]
+    numbers = {name: value for _, _, name, value in seen.numbers()}
+    assert numbers["momentum"] == 0.9
+    assert "lr" not in numbers

@@ -1,69 +1,23 @@
-"""A whole training step as one CUDA graph, and a guard against waiting for the device.
-
-Issuing a step's thousand kernels one by one costs the host more than a small model costs the GPU. Captured
-once, the step is replayed by one call: the same kernels on the same addresses, new data in fixed buffers.
-"""
+"""The step that becomes a CUDA graph."""
 
 import contextlib
 import functools
 import gc
-import os
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
-from bakeoff.errors import BakeoffError
+from bakeoff.graphs.not_capturable import NotCapturable, blamed_line
+from bakeoff.graphs.watch import Watched, compare, watching
 
-__all__ = ["CapturedStep", "NotCapturable", "capture_step", "forbid_sync"]
+__all__ = ["CapturedStep", "capture_step"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_SYNC = "called a synchronizing CUDA operation"
-# Ops whose result the host must see, callers before the ops they call.
-_WAITING = (
-    "aten::item",
-    "aten::_local_scalar_dense",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::equal",
-    "aten::repeat_interleave",
-)
-# What all of PyTorch's random functions come down to.
-_RANDOM = {f"aten::{name}_" for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal")}
-_RANDOM |= {"aten::normal_", "aten::random_", "aten::uniform_", "aten::randperm"}
-_INSIDE = (str(Path(torch.__file__).parent), __file__, contextlib.__file__, warnings.__file__)
-
-
-class NotCapturable(BakeoffError, RuntimeError):
-    """The step can't become a CUDA graph.
-
-    Attributes:
-        reason: what is in the way and how to remove it.
-        op: the first operation in the way (``aten::item``), or "".
-        where: ``file:line: source`` of the call that led to it, or "".
-        ran: whether the step was made all the same, uncaptured. If not, the step changed nothing on the
-            device; clear the gradients before making it again.
-        result: what the step returned, where it ran.
-    """
-
-    def __init__(
-        self, reason: str, *, op: str = "", where: str = "", ran: bool = False, result: Any = None
-    ) -> None:
-        blamed = f" [{op} at {where}]" if op and where else f" [{op or where}]" if op or where else ""
-        super().__init__(reason + blamed)
-        self.reason, self.op, self.where, self.ran, self.result = reason, op, where, ran, result
 
 
 def capture_step(
@@ -158,7 +112,7 @@ class CapturedStep(Generic[P, R]):
         self._inputs: list[Any] = []
         self._spec: TreeSpec | None = None
         self._described: list[object] = []
-        self._watched: list[_Watched] = []
+        self._watched: list[Watched] = []
         self._numbers: list[tuple[str, dict[str, Any], str, object]] = []
 
     @property
@@ -232,7 +186,7 @@ class CapturedStep(Generic[P, R]):
             if not watch:
                 result = self._run()
             else:
-                with _watching() as seen:
+                with watching() as seen:
                     result = self._run()
                 self._watched.append(seen)
         torch.cuda.current_stream().wait_stream(self._stream)
@@ -250,36 +204,11 @@ class CapturedStep(Generic[P, R]):
     def _judge(self) -> None:
         """Raises for what the watched steps did that a graph can't do."""
         seen = self._watched[-1]
-        if seen.waits:
-            raise NotCapturable(
-                "the step waits for the device: keep the value on the device, or read it outside of the step",
-                op=next((op for op in _WAITING if op in seen.on_device), ""),
-                where=seen.waits[0],
-            )
-        if seen.host_copy:
-            raise NotCapturable(
-                "the step copies from host memory, which a replay would read again at an old address: pass "
-                "the tensor as an argument, or build it on the device",
-                op=seen.host_copy,
-            )
-        if seen.cpu_random:
-            raise NotCapturable(
-                "the step draws random numbers on the CPU, which replays would repeat: draw on the device"
-            )
-        for optimizer in seen.optimizers:
-            if any(group.get("capturable") is False for group in optimizer.param_groups):
-                name = type(optimizer).__name__
-                raise NotCapturable(f"{name} is not capturable: build it with {name}(..., capturable=True)")
+        seen.refuse()
         self._refuse_new_numbers()
-        self._numbers = [
-            (type(optimizer).__name__, group, name, value)
-            for optimizer in seen.optimizers
-            for group in optimizer.param_groups
-            for name, value in group.items()
-            if isinstance(value, int | float)
-        ]
+        self._numbers = seen.numbers()
         if len(self._watched) == 2:
-            _compare(self._watched[0].ops, seen.ops)
+            compare(self._watched[0].ops, seen.ops)
             self._watched = []
 
     def _refuse_new_numbers(self) -> None:
@@ -319,7 +248,7 @@ class CapturedStep(Generic[P, R]):
             said = str(error).partition("\n")[0] or type(error).__name__
             raise NotCapturable(
                 f"the capture failed ({said}); set the gradients to None before the next plain step",
-                where=_blame(error.__traceback__),
+                where=blamed_line(traceback.extract_tb(error.__traceback__)),
             ) from error
         finally:
             if collecting:
@@ -329,121 +258,10 @@ class CapturedStep(Generic[P, R]):
         self._graph, self._result = graph, result
 
 
-@contextlib.contextmanager
-def forbid_sync() -> Iterator[None]:
-    """Inside, an operation that makes the host wait for the GPU raises RuntimeError, at its line.
-
-    Covers PyTorch's own operations (``.item()``, ``nonzero``, copies to pageable memory), not explicit
-    ``torch.cuda.synchronize()`` and not other libraries. Nests; does nothing on a machine without CUDA.
-
-    Example:
-        >>> with forbid_sync():
-        ...     total = torch.ones(3).sum()
-    """
-    if not torch.cuda.is_available():
-        yield
-        return
-    with _sync_mode("error"):
-        yield
-
-
-@contextlib.contextmanager
-def _sync_mode(mode: str) -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode(mode)
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures on a device: blocks of a shared pool belong to the stream they were made on."""
     return torch.cuda.Stream(device)
-
-
-class _Watched:
-    """What one eager step did."""
-
-    def __init__(self) -> None:
-        self.ops: list[tuple[str, list[str]]] = []
-        """Every operation in order, with its tensors' dtypes and shapes, and its numbers."""
-        self.on_device: set[str] = set()
-        self.waits: list[str] = []
-        """Where the host waited."""
-        self.host_copy = ""
-        self.cpu_random = False
-        self.optimizers: list[Optimizer] = []
-
-    def read(self, events: Sequence[Any]) -> None:
-        """Takes the operations from the profiler's event tree, children before the next sibling."""
-        for event in sorted(events, key=lambda e: e.start_time_ns):
-            # Without a namespace: autograd's nodes, and labels that people put on pieces of a step.
-            if event.tag.name == "TorchOp" and "::" in event.name and not event.name.startswith("autograd::"):
-                inputs = event.extra_fields.inputs
-                devices = [value.device.type for value in inputs if hasattr(value, "device")]
-                self.ops.append((event.name, [_show(value) for value in inputs]))
-                if "cuda" in devices:
-                    self.on_device.add(event.name)
-                self.cpu_random |= event.name in _RANDOM and devices[:1] == ["cpu"]
-                if event.name == "aten::copy_" and devices[:2] == ["cuda", "cpu"]:
-                    self.host_copy = self.host_copy or event.name
-            self.read(event.children)
-
-
-@contextlib.contextmanager
-def _watching() -> Iterator[_Watched]:
-    """Records a step from outside of dispatch: modes would make torch.compile fall back for good."""
-    if torch._C._autograd._profiler_enabled():
-        raise NotCapturable("a running profiler hides the warm-up from us: start it after the capture")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own start and stop lines are no news
-    seen = _Watched()
-
-    def warned(message: Warning | str, *rest: Any, **named: Any) -> None:
-        if _SYNC in str(message):
-            seen.waits.append(_frame(traceback.extract_stack()))
-        else:
-            show(message, *rest, **named)
-
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.optimizers.append(optimizer))
-    show = warnings.showwarning
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    try:
-        with warnings.catch_warnings(), _sync_mode("warn"):
-            warnings.filterwarnings("always", _SYNC)
-            warnings.showwarning = warned
-            with torch.profiler.profile(activities=cpu, record_shapes=True, acc_events=True) as profiler:
-                yield seen
-    finally:
-        hook.remove()
-    seen.read(profiler.profiler.kineto_results.experimental_event_tree())
-
-
-def _compare(first: list[tuple[str, list[str]]], second: list[tuple[str, list[str]]]) -> None:
-    """Raises where two steps differ in what they do or in a number they use."""
-    for (was, before), (now, after) in zip(first, second, strict=False):
-        if was != now:
-            raise NotCapturable(f"one step runs {was} where the next runs {now}; a graph repeats one", op=now)
-        for old, new in zip(before, after, strict=True):
-            if old != new:
-                raise NotCapturable(
-                    f"an argument changes from {old} to {new} between two steps and would be frozen: keep it "
-                    "in a device tensor, or set it outside of the step",
-                    op=now,
-                )
-    if len(first) != len(second):
-        raise NotCapturable(f"one step runs {len(first)} operations, the next {len(second)}")
-
-
-def _show(value: Any) -> str:
-    if hasattr(value, "sizes"):
-        return f"{value.dtype}{list(value.sizes)}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_show, value))}]"
-    return repr(value)
 
 
 def _describe(leaf: Any) -> object:
@@ -461,18 +279,6 @@ def _describe(leaf: Any) -> object:
 def _own(result: Any) -> Any:
     """The step's result in memory that the next replay does not write."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
-
-
-def _frame(stack: traceback.StackSummary) -> str:
-    """The innermost line that is neither torch's nor ours."""
-    for frame in reversed(stack):
-        if not frame.filename.startswith(_INSIDE):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return ""
-
-
-def _blame(trace: TracebackType | None) -> str:
-    return _frame(traceback.extract_tb(trace))
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:

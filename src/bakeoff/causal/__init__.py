@@ -1,0 +1,84 @@
+"""The leak guard: does any output of a sequence model see its own future?
+
+The guard changes tokens and looks at outputs, in the forward direction only, because a hand-written backward
+can hide a path and a hard decision has no gradient. It works on a private copy of the model.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from bakeoff.causal.checks import CausalityError, check, compare_decode
+from bakeoff.causal.copies import random_kept, uncompiled
+from bakeoff.causal.edits import Edits, token_rows
+from bakeoff.causal.subject import Subject
+
+__all__ = ["CausalityError", "assert_causal"]
+
+
+def assert_causal(
+    model: nn.Module,
+    ids: Tensor | None = None,
+    *,
+    vocab: int | None = None,
+    length: int | None = None,
+    samples: int = 4,
+    perturb: bool = True,
+    check_decode: bool = True,
+    seed: int = 0,
+) -> None:
+    """Raises `CausalityError` unless output t depends on tokens 0..t of its own row alone.
+
+    For edits of the tokens from a cut on, |f(edited)[t] - f(ids)[t]| <= tolerance for all t before the cut.
+    Whole suffixes are replaced and single tokens, by uniform tokens, tokens of `ids` and one constant, at
+    cuts spread over the row, so that a hard gate on the next token shows. All this in evaluation and in
+    training mode, with equal random draws (dropout then drops the same elements); batch statistics in
+    training mode are a leak, and found. Further: a row must not see other rows; logits must not see the
+    targets, where the model returns logits beside a loss; and decoding must equal the whole pass.
+
+    Args:
+        model: ``model(ids)`` gives logits [B, T, ...], alone or first in a tuple, or as ``.logits``. It is
+            taken as it is, in the caller's autocast; compiled regions run uncompiled. It is copied once,
+            and then in parts: it, its gradients, its buffers and all random states stay untouched.
+        ids: [B, T] integer rows of real tokens, T >= 2, B >= 1. By default drawn at random.
+        vocab: tokens are 0..vocab-1; by default ``model.config.vocab``, else 256.
+        length: positions used of each row; by default all of `ids`, or 64 (at most
+            ``model.config.max_seq_len``) drawn. A leak inside segments needs a length of several segments.
+        samples: rows used.
+        perturb: add noise to the trainable parameters and, after that check, make one update (signs of the
+            gradient, times 0.01) and check again: this opens gates and projections that start at zero, and
+            state that begins with training. False checks the model as it is.
+        check_decode: where the model has ``generate(prompt, max_new, temperature=0.0)``, the logits of its
+            ``decode`` calls must equal the whole pass over the text generated (without such a method: every
+            token chosen must be the whole pass's likeliest).
+        seed: of all draws.
+
+    The tolerance is 3 times what relative noise of one rounding step in the parameters does to the outputs
+    (90th percentile over positions), plus 4 times the difference of two equal passes, plus a rounding step
+    of the largest output, and twice that for decoding. A rounding step is that of the coarsest floating
+    type among the outputs of the model's modules (tf32 for float32 matrices where it is allowed), so that
+    the test is sharpest in float32.
+
+    Raises:
+        CausalityError: with the first leaking position, how far ahead it sees, the size and the tolerance.
+        BakeoffError: outputs that are not finite, or that differ between two equal passes.
+        TypeError, ValueError: arguments or outputs of another form; the message says what was expected.
+
+    Example:
+        >>> import torch
+        >>> assert_causal(torch.nn.Sequential(torch.nn.Embedding(256, 8), torch.nn.Linear(8, 256)))
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    with random_kept(model), torch.inference_mode(False), uncompiled():
+        rows, vocab = token_rows(model, ids, vocab, length, samples, seed)
+        draws = torch.Generator().manual_seed(seed)
+        subject, edits = Subject(model, rows, draws, seed), Edits(rows, vocab, draws)
+        if perturb:
+            subject.perturb()
+        check(subject, edits, "with perturbed parameters" if perturb else "as it is")
+        if perturb and subject.trainable:
+            subject.update()
+            check(subject, edits, "after one update")
+        if check_decode:
+            compare_decode(subject)
