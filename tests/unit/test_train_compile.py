@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from click.testing import CliRunner
 from rich.console import Console
 
 from bakeoff.bench import step as suite
+from bakeoff.cli import main
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.train import resolve, train
 from bakeoff.train.config import Config, Data, Metrics, Select, Train
@@ -54,7 +56,7 @@ def test_the_step_suite_writes_a_row_a_mode(
 ) -> None:
     monkeypatch.setattr(suite, "_sized", lambda device: (base, ("eager", "compiled"), 1))
     heard: list[suite.StepRow] = []
-    suite.run_step("cpu", tmp_path / "step.json", heard.append, budget_s=0.0)
+    suite.run_step("cpu", tmp_path / "step.json", hear=heard.append, budget_s=0.0)
     rows = suite.results.read(tmp_path / "step.json").rows
     assert rows == [msgspec.to_builtins(row) for row in heard]
     assert [row["mode"] for row in rows] == ["eager", "compiled"]
@@ -65,3 +67,33 @@ def test_the_step_suite_writes_a_row_a_mode(
         assert set(row["choices"]) >= {"select/rms_norm", "select/adamw_"}
     assert rows[0]["steps"] == rows[1]["steps"]
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
+
+
+def test_the_bench_command_writes_steps_and_takes_them_up(
+    base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "results" / "step.json"
+    modes = ["eager"]
+    monkeypatch.setattr(suite, "_sized", lambda device: (base, tuple(modes), 1))
+
+    def bench(*more: str) -> list[dict[str, Any]]:
+        words = ["bench", "--suite", "step", "--device", "cpu", "--out", str(out), "--budget", "1e-9", *more]
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 0, done.output
+        assert f"results: {out}" in done.output
+        said = [line.split()[0] for line in done.output.splitlines() if "bytes/s" in line]
+        assert said == [mode for mode in modes if mode not in kept]
+        return suite.results.read(out).rows
+
+    kept: list[str] = []
+    (eager,) = bench()
+    fields = {"model", "mode", "batch", "seq", "params", "step_us", "tokens_per_s", "launches", "syncs",
+              "peak_bytes", "loss"}  # fmt: skip
+    assert fields <= set(eager)
+    modes, kept = ["eager", "compiled"], ["eager"]
+    assert bench("--resume")[0] == eager
+    monkeypatch.setattr(suite, "_source_hash", lambda: "another")
+    modes, kept = ["eager"], []
+    rows = bench("--resume")
+    assert [row["mode"] for row in rows] == ["compiled", "eager"]
+    assert rows[1]["source_hash"] == "another"

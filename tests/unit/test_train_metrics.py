@@ -1,11 +1,17 @@
 """Metrics: rows that survive a kill, a full disk and a resume; sinks on request."""
 
 import errno
-import importlib.util
 import io
+import json
 import logging
 import math
+import os
+import resource
+import signal
+import socket
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +20,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from bakeoff import hardware
 from bakeoff.models.llm_med import Config as ModelConfig
-from bakeoff.train import train
+from bakeoff.models.llm_med import LLMMed
+from bakeoff.train import loop, train
 from bakeoff.train.config import Config, Data, Metrics, Select, Train
 from bakeoff.train.metrics import JsonLines, MetricsError, MetricsLog, line, read_metrics
 
@@ -149,6 +157,25 @@ def test_tensorboard_holds_the_numbers_and_the_choices(tmp_path: Path) -> None:
     assert text.tensor_proto.string_val == [b"triton"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_ends_tensorboard_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    config = Config(metrics=Metrics(tensorboard=True, console=False))
+    try:
+        with caplog.at_level(logging.WARNING, logger="bakeoff"), MetricsLog(tmp_path, config) as metrics:
+            metrics.write(TRAIN, 0.1)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+            for _ in range(200):
+                metrics.write(TRAIN, 0.5)
+                time.sleep(0.005)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert sum("TensorBoard" in message for message in caplog.messages) == 1
+
+
 class FakeRun:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings, self.logged, self.summary, self.finished = settings, [], {}, False
@@ -198,20 +225,58 @@ EVERYTHING = (
 )  # fmt: skip
 
 
-def trained(folder: Path, **sinks: bool) -> Path:
-    """A real run of three steps into these sinks."""
+def small(folder: Path, *, steps: int, log_every: int, eval_every: int = 0, **sinks: bool) -> Config:
+    """A run of four rows of 16 bytes a step, into these sinks."""
     (folder / "text.txt").write_text("some words to be read, again and again. " * 60)
-    config = Config(
+    return Config(
         model=ModelConfig(d_model=16, layers=1, heads=2, max_seq_len=16),
         data=Data(path=str(folder / "text.txt")),
         train=Train(
-            steps=3, batch_size=4, log_every=1, eval_rows=4, device="cpu", leak_check=False,
-            run_dir=str(folder / "run"),
+            steps=steps, batch_size=4, log_every=log_every, eval_every=eval_every, eval_rows=4, device="cpu",
+            checkpoint_every=0, leak_check=False, run_dir=str(folder / "run"),
         ),
         select=Select(tune=False),
         metrics=Metrics(console=False, **sinks),
     )  # fmt: skip
+
+
+def trained(folder: Path, **sinks: bool) -> Path:
+    """A real run of three steps into these sinks."""
+    config = small(folder, steps=3, log_every=1, **sinks)
     return train(config, console=Console(file=io.StringIO())).run_dir
+
+
+def test_speeds_shares_and_waits_are_what_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 2 s, its data 0.5 s more; measuring takes 100 s, which are no training time."""
+    now = 0.0
+
+    def after(seconds: float, kind: type, name: str) -> None:
+        act = getattr(kind, name)
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return act(*args, **kwargs)
+
+        monkeypatch.setattr(kind, name, slow)
+
+    after(2.0, loop.Stepper, "__call__")
+    after(0.5, loop.Prefetcher, "get")
+    after(100.0, loop.Stepper, "bits_per_byte")
+    config = small(tmp_path, steps=6, log_every=2, eval_every=4)
+    run_dir = train(config, console=Console(file=io.StringIO()), clock=lambda: now).run_dir
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    lines = [row for row in rows if row["event"] == "train"]
+    assert [row["tokens_per_s"] for row in lines] == [4 * 16 / 2.5] * 3
+    assert [row["data_wait_s"] for row in lines] == [1.0] * 3
+    assert [row["seconds"] for row in lines] == [105.0, 110.0, 215.0]
+    flops = LLMMed(config.model).flops_per_token(16) * 4 * 16 / 2.5
+    peak = hardware.ceilings("cpu").matmul_tflops * 1e12
+    assert [row["share_of_peak"] for row in lines] == pytest.approx([flops / peak] * 3)
+    (end,) = (row for row in rows if row["event"] == "end")
+    assert end["tokens_per_s"] == 4 * 16 / 2.5
 
 
 def test_a_run_s_every_number_reaches_the_file_and_tensorboard(tmp_path: Path) -> None:
@@ -229,19 +294,67 @@ def test_a_run_s_every_number_reaches_the_file_and_tensorboard(tmp_path: Path) -
     assert text.tensor_proto.string_val == [b"eager"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb: pip install wandb")
-def test_a_run_s_every_number_reaches_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb
-
+@pytest.fixture
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """A server that accepts nothing and stands for the whole network, and an empty home folder."""
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "XDG_", "NETRC"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "wandb-own"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+            monkeypatch.setenv(name, address)
+        yield server
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """What a run's file holds, as W&B itself reads it to upload it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    store = DataStore()
+    store.open_for_scan(str(path))
+    while (data := store.scan_data()) is not None:
+        record = Record()
+        record.ParseFromString(data)
+        yield record
+
+
+def values(items: Iterable[Any]) -> dict[str, Any]:
+    return {".".join([item.key, *item.nested_key]).strip("."): json.loads(item.value_json) for item in items}
+
+
+def test_a_run_s_every_number_reaches_wandb_offline(tmp_path: Path, nobody: socket.socket) -> None:
+    import wandb
+
     run_dir = trained(tmp_path, wandb=True)
     wandb.teardown()
     (file,) = run_dir.glob("wandb/offline-run-*/*.wandb")
-    written = file.read_bytes()  # records of names and JSON values, not compressed
-    for name in (*EVERYTHING, "select/rms_norm", "d_model"):
-        assert name.encode() in written, name
-    rows = read_metrics(run_dir / "metrics.jsonl")
-    for loss in [row["loss"] for row in rows if row["event"] == "train"]:
-        assert repr(loss).encode() in written
-    assert b'"eager"' in written
+    history: dict[int, dict[str, Any]] = {}
+    summary: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    for record in wandb_records(file):
+        if record.WhichOneof("record_type") == "history":
+            found = values(record.history.item)
+            history[record.history.step.num] = {k: v for k, v in found.items() if not k.startswith("_")}
+        summary |= values(record.summary.update)
+        config |= values(record.run.config.update)
+    rows: dict[int, dict[str, Any]] = {}
+    for row in read_metrics(run_dir / "metrics.jsonl"):
+        if row["event"] in ("train", "eval"):
+            numbers = {k: v for k, v in row.items() if k not in ("event", "step")}
+            rows.setdefault(row["step"], {}).update(numbers)
+    assert history == rows
+    assert set(EVERYTHING) <= {name for found in history.values() for name in found}
+    assert summary["select/rms_norm"] == "eager"
+    assert config["model"]["d_model"] == 16
+    with pytest.raises(BlockingIOError):  # nobody called
+        nobody.accept()
+    assert list((tmp_path / "home").rglob("*")) == []

@@ -93,7 +93,7 @@ class Train(Section, frozen=True):
     """"cpu", "cuda", "cuda:1", or "auto": CUDA where there is one."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """bf16 is autocast, with float32 weights; "auto" takes it on CUDA."""
-    capture: Literal["auto", "on", "off"] = "off"
+    capture: Literal["auto", "on", "off"] = "auto"
     """Replay the whole step as one CUDA graph: where possible ("auto"), or else an error ("on")."""
     compile: bool = False
     """Run the training pass through torch.compile."""

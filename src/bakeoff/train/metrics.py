@@ -150,7 +150,7 @@ class Bar:
 
 
 class TensorBoard:
-    """Event files in the run's folder."""
+    """Event files in the run's folder. A full disk ends them with a warning, not the run."""
 
     def __init__(self, run_dir: Path) -> None:
         try:
@@ -160,16 +160,33 @@ class TensorBoard:
                 "metrics.tensorboard=true needs TensorBoard: pip install 'bakeoff[tensorboard]'"
             ) from None
         self.writer = module.SummaryWriter(str(run_dir / "tensorboard"))
+        self._broken = False
 
     def write(self, row: Row, progress: float) -> None:
-        for name, value in row.items():
-            if isinstance(value, numbers.Real) and name != "step":
-                self.writer.add_scalar(name, value, row.get("step", 0))
-            elif name.startswith("select/"):
-                self.writer.add_text(name, str(value), row.get("step", 0))
+        if self._broken:
+            return
+        try:
+            for name, value in row.items():
+                if isinstance(value, numbers.Real) and name != "step":
+                    self.writer.add_scalar(name, value, row.get("step", 0))
+                elif name.startswith("select/"):
+                    self.writer.add_text(name, str(value), row.get("step", 0))
+        except OSError as error:  # its writer thread failed, and stays so
+            self._give_up(error)
 
     def close(self) -> None:
-        self.writer.close()
+        try:
+            self.writer.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        if not self._broken:
+            log.warning(
+                "can't write TensorBoard's files (%s): training goes on without them; metrics.jsonl has all",
+                error.strerror or error,
+            )
+        self._broken = True
 
 
 class WandB:
