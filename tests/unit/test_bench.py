@@ -59,7 +59,9 @@ class FakeWorker:
     def __init__(self, announce: Callable[[str], None] = lambda stage: None) -> None:
         self.announce = announce
 
-    def contest(self, op: Op, case: Case, regimes: tuple[str, ...], budget_s: float) -> list[Verdict]:
+    def contest(
+        self, op: Op, case: Case, regimes: tuple[str, ...], budget_s: float, time_inaccurate: bool = False
+    ) -> list[Verdict]:
         type(self).held.append(key(op, case, regimes[0]))
         return [self.answer(op, case, regime) for regime in regimes]
 
@@ -194,10 +196,12 @@ def test_what_failed_after_timing_is_not_verified(rms_norm: Op) -> None:
         verdict.trials[1], rejected="after compiled had been timed: output is wrong"
     )
     unfit = msgspec.structs.replace(verdict.trials[1], rejected="can't be captured in a CUDA graph")
+    timing = verdict.trials[1].timing
+    assert timing is not None
     for trial, verified in ((late, False), (unfit, True)):
         changed = msgspec.structs.replace(verdict, trials=(verdict.trials[0], trial))
         row = results.rows_of_verdict(cell, changed, {})[1]
-        assert (row.verified, row.us, row.reason) == (verified, None, trial.rejected)
+        assert (row.verified, row.us, row.reason) == (verified, timing.us, trial.rejected)
 
 
 def test_every_cell_is_on_disk_at_once(worker: type[FakeWorker], rms_norm: Op, tmp_path: Path) -> None:
@@ -651,6 +655,42 @@ def test_readme_selection_part(tmp_path: Path) -> None:
         "0.15 s",
     ):
         assert piece in text
+
+
+STEP = {"model": "LLMMed small", "mode": "eager", "batch": 48, "seq": 512, "params": 17_900_000,
+        "step_us": 41234.5, "tokens_per_s": 596000.4, "launches": 1203, "syncs": 0, "peak_bytes": 3 * 2**30,
+        "loss": 2.34567, "reason": ""}  # fmt: skip
+
+
+def test_readme_step_part(tmp_path: Path) -> None:
+    rows = [STEP, {**STEP, "mode": "captured", "launches": None, "peak_bytes": None, "reason": "it waits"}]
+    results.write(tmp_path / "results" / "h100" / "step.json", File(environment(), rows))
+    text = readme.render(tmp_path / "results")
+    assert "steps on NVIDIA H100 80GB HBM3, torch 2.11.0, 2026-01-02" in text
+    assert "`bakeoff bench --suite step` wrote [results/h100/step.json](results/h100/step.json)" in text
+    start = "| LLMMed small, 17.9M, 48 x 512 |"
+    assert f"{start} eager | 41,234 | 596,000 | 1,203 | 0 | 3,072 | 2.3457 |" in text
+    assert f"{start} captured (not captured) | 41,234 | 596,000 | - | 0 | - | 2.3457 |" in text
+
+
+def test_readme_several_gpus_part(tmp_path: Path) -> None:
+    row = {"ranks": 1, "mode": "ddp", "step_us": 5000.4, "tokens_per_s": 1e6}
+    rows = [row, {**row, "ranks": 2, "mode": "fsdp", "largest_difference_from_one_gpu": 3.21e-5}]
+    results.write(tmp_path / "results" / "h200x2" / "train.json", File(environment(), rows))
+    text = readme.render(tmp_path / "results")
+    assert "[results/h200x2/train.json](results/h200x2/train.json)" in text
+    assert "| 1 | ddp | 5,000 | 1,000,000 | - |" in text
+    assert "| 2 | fsdp | 5,000 | 1,000,000 | 3.2e-05 |" in text
+
+
+def test_other_suites_leave_step_rows_alone(worker: type[FakeWorker], rms_norm: Op, tmp_path: Path) -> None:
+    out = tmp_path / "all.json"
+    results.write(out, File(results.environment("cpu"), [STEP]))
+    contests.run_ops([rms_norm], "cpu", out, regimes=["eager"], text=ONE)
+    contests.run_ops([rms_norm], "cpu", out, regimes=["eager"], text=ONE, resume=True)
+    rows = results.read(out).rows
+    assert rows[0] == STEP
+    assert {row["op"] for row in rows[1:]} == {"rms_norm"}
 
 
 def test_readme_command(rms_norm: Op, tmp_path: Path) -> None:

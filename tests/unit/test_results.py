@@ -82,11 +82,25 @@ class RunRow(ModelRow):
     loss: float
 
 
+class RanksRow(msgspec.Struct, kw_only=True):
+    """A training run of several GPUs, or of one to compare them with."""
+
+    ranks: int
+    mode: str
+    step_us: float
+    tokens_per_s: float
+    largest_difference_from_one_gpu: float | None = None
+
+
 class TuneRow(ModelRow):
     """Seconds that tuning takes from nothing, and with the table there."""
 
     tune_s: float
     cached_start_s: float
+
+
+KINDS: dict[str, type[msgspec.Struct]] = {"op": OpRow, "tune_s": TuneRow, "ranks": RanksRow}
+"""What a row is, by a field that no other kind has."""
 
 
 def problems(document: dict[str, Any], stale: str = "") -> list[str]:
@@ -103,7 +117,7 @@ def problems(document: dict[str, Any], stale: str = "") -> list[str]:
         found.append("there are no rows")
     contests: dict[str, list[OpRow]] = {}
     for number, raw in enumerate(rows):
-        kind = OpRow if "op" in raw else TuneRow if "tune_s" in raw else RunRow
+        kind = next((kind for name, kind in KINDS.items() if name in raw), RunRow)
         try:
             row = msgspec.convert(raw, kind)
         except msgspec.ValidationError as error:
@@ -191,7 +205,11 @@ def good() -> dict[str, Any]:
         "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "python": "3.12.3",
         "date": "2026-01-01", "commit": "abc", "copy_gbps": 3020.0, "matmul_tflops": 605.0,
     }  # fmt: skip
-    return {"schema": 1, "env": env, "rows": [row, out, overhead, model, tune]}
+    ranks = {
+        "ranks": 2, "mode": "ddp", "step_us": 1e5, "tokens_per_s": 2e5,
+        "largest_difference_from_one_gpu": 1e-5,
+    }  # fmt: skip
+    return {"schema": 1, "env": env, "rows": [row, out, overhead, model, tune, ranks]}
 
 
 def test_a_good_file_passes() -> None:
@@ -231,6 +249,7 @@ def test_a_stale_row_must_be_named() -> None:
         (("rows", 2, "us"), math.inf, "time is inf"),
         (("rows", 3, "loss"), None, "loss"),
         (("rows", 4, "tune_s"), "12", "tune_s"),
+        (("rows", 5, "largest_difference_from_one_gpu"), "small", "largest_difference_from_one_gpu"),
     ],
 )
 def test_a_bad_file_is_seen(place: tuple[Any, ...], value: Any, message: str) -> None:

@@ -96,6 +96,15 @@ def test_a_verdict_keeps_everything() -> None:
     assert msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict) == verdict
 
 
+def test_what_is_wrong_may_be_timed_for_the_record_and_never_wins() -> None:
+    small, alien = zoo.WRONG["wrong_dw"][0], Candidate("alien", lambda *a: zoo.eager(*a).double())
+    (verdict,) = contest(zoo.op(small, alien), zoo.case(30, 48), budget_s=0.01, time_inaccurate=True)
+    assert trial(verdict, "wrong_dw").timing is not None
+    assert trial(verdict, "wrong_dw").rejected is not None
+    assert trial(verdict, "alien").timing is None, "what it returns is another thing altogether"
+    assert (verdict.winner, set(verdict.timings)) == ("eager", {"eager"})
+
+
 def test_the_key_of_a_bucket_is_the_key_of_its_members() -> None:
     op = zoo.op()
     assert len({key(op, zoo.case(rows), "eager") for rows in range(1025, 1281)}) == 1

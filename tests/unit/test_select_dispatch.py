@@ -111,6 +111,50 @@ def test_whatever_selection_depends_on_is_in_the_fingerprint(op: Op, slow_path: 
     assert slow_path.count == len(others) + 4
 
 
+def test_kinds_of_calls_seen_twice_need_no_fingerprint(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first four kinds; further ones still go by their fingerprint, and none is taken for another."""
+    asked = 0
+    real = hot.fingerprint
+
+    def fingerprint(*args: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return real(*args)
+
+    w = torch.randn(8)
+    kinds = [(torch.randn(rows, 8), w, flag) for rows in (1, 2, 3) for flag in (None, "flag")]
+    for args in kinds * 2:
+        op(*args)
+    monkeypatch.setattr(hot, "fingerprint", fingerprint)
+    for args in kinds:
+        assert hot.known(op, args) is op.incumbent.call
+    assert asked == len(kinds) - 4
+
+
+def test_one_tensor_passed_twice_is_a_kind_of_its_own(op: Op) -> None:
+    x = torch.randn(8)
+    for _ in range(3):
+        assert who(op(x, x, None), x, x) == "eager"
+        assert who(op(x, x.clone(), None), x, x) == "eager"
+    learn(op, "two", rows=1)
+    for _ in range(3):
+        assert who(op(x, x, None), x, x) == who(op(x, x.clone(), None), x, x)
+
+
+def test_a_tensor_in_a_number_s_place_is_never_compared(op: Op) -> None:
+    """On a GPU that would make the host wait."""
+    x, w, one = torch.randn(4, 8), torch.randn(8), torch.ones(())
+    for _ in range(3):
+        op(x, w, 1.0)
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(f"{func} ran")
+
+    with Watched():
+        assert hot.known(op, (x, w, one)) is None
+
+
 def test_settings_have_memos_of_their_own(op: Op, slow_path: CountingDispatch) -> None:
     x, w = torch.randn(4, 8), torch.randn(8)
     for _ in range(3):

@@ -61,6 +61,17 @@ def test_the_host_timer_leaves_first_calls_out_and_fills_a_sample() -> None:
     assert len(calls) - before == 20
 
 
+def test_a_hiccup_at_the_start_does_not_shorten_samples() -> None:
+    """A sample of two calls would be filled by draining the queue."""
+    clock = Clock()
+    costs = itertools.chain([5.0, 1.0, 20e-3, 100e-6], itertools.repeat(100e-6))
+    calls = []
+    sample = HostTimer("cpu", clock, sample_s=2e-3).sampler([lambda: calls.append(clock.taking(next(costs)))])
+    before = len(calls)
+    sample()
+    assert len(calls) - before == 20
+
+
 def test_the_host_timer_rotates_inputs() -> None:
     clock = Clock()
     seen: list[int] = []

@@ -188,7 +188,7 @@ def test_where_eager_overflows_the_rest_is_still_judged() -> None:
         reference=square,
         incumbent=Candidate("eager", square),
     )
-    stick = yardsticks(op, zoo.case(16, 48, torch.float16, grad=False))[1]
+    stick = list(yardsticks(op, zoo.case(16, 48, torch.float16, grad=False)))[1]
     assert stick.where.startswith("adversarial")
     assert bool(stick.exact["output"].isnan().any()), "eager overflows here, so this test tests something"
     verify(op, op.by_name["right"], [stick])

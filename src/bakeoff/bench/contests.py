@@ -52,7 +52,7 @@ def run_ops(
                     continue
                 reason, verdicts = "", list[Verdict]()
                 try:
-                    verdicts = worker.contest(cell.op, cell.case, wanted, budget_s)
+                    verdicts = worker.contest(cell.op, cell.case, wanted, budget_s, time_inaccurate=True)
                 except ContestError as error:
                     reason = str(error)
                 keep(file, _rows(cell, verdicts, wanted, reason))
@@ -126,6 +126,6 @@ def peak_bytes(cell: Cell, candidate: Candidate) -> int | None:
 def _rows(cell: Cell, verdicts: Sequence[Verdict], regimes: Sequence[str], reason: str) -> list[Row]:
     if reason:
         return [results.failed_row(cell, regime, reason) for regime in regimes]
-    timed = {name for verdict in verdicts for name in verdict.timings}
+    timed = {trial.candidate for verdict in verdicts for trial in verdict.trials if trial.timing}
     peaks = {name: peak_bytes(cell, cell.op.by_name[name]) for name in sorted(timed)}
     return [row for verdict in verdicts for row in results.rows_of_verdict(cell, verdict, peaks)]

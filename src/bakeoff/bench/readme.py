@@ -6,7 +6,7 @@ Nothing in it is typed by hand: it says what the files in results/ say.
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,9 @@ def render(folder: Path) -> str:
     """The text between the markers: a section per machine with results under `folder`."""
     sections = []
     for machine in sorted(path for path in folder.glob("*") if path.is_dir()):
-        if (machine / "ops.json").exists():
-            sections.append(
-                _machine(results.read(machine / "ops.json"), f"{folder.name}/{machine.name}/ops.json")
-            )
-        if (machine / "selection.json").exists():
-            name = f"{folder.name}/{machine.name}/selection.json"
-            sections.append(_selection(results.read(machine / "selection.json"), name))
+        for file, section in SECTIONS.items():
+            if (machine / file).exists():
+                sections.append(section(results.read(machine / file), f"{folder.name}/{machine.name}/{file}"))
     return "\n\n".join(sections) or NONE
 
 
@@ -59,7 +55,7 @@ def _machine(file: File, name: str) -> str:
         "direction",
         "regime",
         "cells",
-        "choice / eager",
+        "choice / plain",
         "choice / best",
         f"{OWN} / best peer",
         "worst cell",
@@ -67,10 +63,12 @@ def _machine(file: File, name: str) -> str:
     )
     lines = [
         f"**{env.device}**, {versions}, {env.date[:10]}: {limits}. `bakeoff bench` wrote [{name}]({name}).",
-        "Ratios of times, median and worst; below 1 is faster. Lost are cells where a peer is faster.",
+        (
+            "Ratios of times, median and worst; below 1 is faster; plain is PyTorch op by op. Lost are cells "
+            "where a peer is faster; peers that were timed but are out for their error count, too."
+        ),
         "",
-        f"| {' | '.join(headings)} |",
-        f"|{'---|' * len(headings)}",
+        *_header(*headings),
     ]
     groups: dict[tuple[str, str, str], list[Cell]] = defaultdict(list)
     for (op, _, regime, direction), rows in cells.items():
@@ -107,9 +105,10 @@ def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tup
     for rows in members:
         timed = {row["candidate"]: row for row in rows if row["us"]}
         chosen = next((row for row in timed.values() if row["chosen"]), None)
-        if chosen and "eager" in timed:
-            against_eager.append(chosen["us"] / timed["eager"]["us"])
-            regrets.append(chosen["us"] / min(row["us"] for row in timed.values()))
+        incumbent = timed.get(rows[0]["candidate"])
+        if chosen and incumbent:
+            against_eager.append(chosen["us"] / incumbent["us"])
+            regrets.append(chosen["us"] / min(row["us"] for row in timed.values() if row["verified"]))
         peers = [row for name, row in timed.items() if name != OWN]
         if OWN in timed and peers:
             best = min(peers, key=lambda row: row["us"])
@@ -121,13 +120,14 @@ def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tup
         return f"{start} | - | - | - |", []
     ratios.sort(key=lambda found: found[0], reverse=True)
     losing = [
-        f"- {_name(mine)}: {mine['us']:.1f} us, {best['candidate']} {best['us']:.1f} us ({ratio:.2f})"
+        f"- {_name(mine)}: {mine['us']:.1f} us, {best['candidate']}{_mark(best)} {best['us']:.1f} us "
+        f"({ratio:.2f})"
         for ratio, _, mine, best in ratios
         if ratio > 1
     ]
     worst, case, mine, best = ratios[0]
     median = statistics.median(ratio for ratio, *_ in ratios)
-    cell = f"{case}: {mine['us']:.1f} us, {best['candidate']} {best['us']:.1f} us"
+    cell = f"{case}: {mine['us']:.1f} us, {best['candidate']}{_mark(best)} {best['us']:.1f} us"
     return f"{start} | {median:.2f}, {worst:.2f} | {cell} | {len(losing)} of {len(ratios)} |", losing
 
 
@@ -158,6 +158,50 @@ def _selection(file: File, name: str) -> str:
     return "\n".join(lines)
 
 
+def _steps(file: File, name: str) -> str:
+    env = file.env
+    lines = [
+        (
+            f"Whole training steps on {env.device}, torch {env.torch}, {env.date[:10]} "
+            f"(`bakeoff bench --suite step` wrote [{name}]({name})):"
+        ),
+        "",
+        *_header("step", "mode", "us a step", "bytes/s", "launches", "syncs", "peak MiB", "loss"),
+    ]
+    for row in file.rows:
+        size = f"{row['model']}, {row['params'] / 1e6:.1f}M, {row['batch']} x {row['seq']}"
+        mode = row["mode"] + (" (not captured)" if row.get("reason") else "")
+        times = [f"{row['step_us']:,.0f}", f"{row['tokens_per_s']:,.0f}"]
+        counts = [_count(row["launches"]), _count(row["syncs"])]
+        peak = row["peak_bytes"]
+        last = ["-" if peak is None else f"{peak / 2**20:,.0f}", f"{row['loss']:.4f}"]
+        lines.append(f"| {' | '.join([size, mode, *times, *counts, *last])} |")
+    return "\n".join(lines)
+
+
+def _ranks(file: File, name: str) -> str:
+    env = file.env
+    lines = [
+        f"Training on several {env.device}, torch {env.torch}, {env.date[:10]} ([{name}]({name})):",
+        "",
+        *_header("GPUs", "mode", "us a step", "bytes/s", "largest difference from one GPU"),
+    ]
+    for row in file.rows:
+        apart = row.get("largest_difference_from_one_gpu")
+        figures = [f"{row['step_us']:,.0f}", f"{row['tokens_per_s']:,.0f}"]
+        figures.append("-" if apart is None else f"{apart:.1e}")
+        lines.append(f"| {' | '.join([str(row['ranks']), row['mode'], *figures])} |")
+    return "\n".join(lines)
+
+
+def _header(*headings: str) -> list[str]:
+    return [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
+
+
 def _cells(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str, str], Cell]:
     cells: dict[tuple[str, str, str, str], Cell] = defaultdict(list)
     for row in rows:
@@ -166,8 +210,21 @@ def _cells(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str, str], Ce
     return cells
 
 
+def _mark(row: dict[str, Any]) -> str:
+    return "" if row["verified"] else " (inaccurate)"
+
+
 def _name(row: dict[str, Any]) -> str:
     return f"{row['op']} {row['case']}, {row['direction']}, {row['regime']}"
+
+
+SECTIONS: dict[str, Callable[[File, str], str]] = {
+    "ops.json": _machine,
+    "selection.json": _selection,
+    "step.json": _steps,
+    "train.json": _ranks,
+}
+"""What is said of each file of a machine, in this order."""
 
 
 @click.command()

@@ -126,7 +126,9 @@ def regret_rows(cell: Cell, decided: Sequence[Row], budget_s: float) -> list[Sel
     """Every candidate that a contest qualified, measured at the exact case, and what is lost by choosing as a
     call would: the winner, or the next best that takes this case."""
     device = cell.case.device
-    ranking = sorted((row for row in decided if row.us), key=lambda row: (not row.chosen, row.us or 0.0))
+    ranking = sorted(
+        (row for row in decided if row.us and row.verified), key=lambda row: (not row.chosen, row.us or 0.0)
+    )
     able = [row.candidate for row in ranking if not cell.op.by_name[row.candidate].reasons(cell.case)]
     names = [row.candidate for row in ranking]
     timings, reasons = _timed(cell, decided[0].regime, names, 3 * hardware.l2_bytes(device), budget_s)

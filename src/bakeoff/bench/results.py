@@ -143,7 +143,7 @@ def rows_of_verdict(cell: Cell, verdict: Verdict, peaks: dict[str, int | None]) 
     )
     rows = []
     for trial in verdict.trials:
-        timing = trial.timing if not trial.rejected else None
+        timing = trial.timing
         rows.append(
             Row(
                 **_place(cell, verdict.regime),

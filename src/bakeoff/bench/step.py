@@ -1,22 +1,28 @@
-"""Suite `step`: a whole training step of the small LLM-Med, issued op by op, captured, compiled, and both.
+"""Suite "step": a whole training step of the small LLM-Med, issued op by op, captured, compiled, and both.
 
 Every mode starts from the same weights and takes the same steps on the same bytes, so that their losses say
-whether they train alike. ``python -m bakeoff.bench.step [cuda|cpu] [FILE]`` writes one row a mode.
+whether they train alike.
 """
 
+import functools
+import hashlib
 import statistics
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
+import bakeoff
 from bakeoff.bench import results
+from bakeoff.bench.contests import open_file
+from bakeoff.bench.results import File
+from bakeoff.graphs.sync import WAITED, sync_mode
 from bakeoff.models.llm_med import LLMMed
 from bakeoff.select import tune, using
 from bakeoff.train import Config, recipe, resolve
@@ -56,20 +62,61 @@ class StepRow(msgspec.Struct, kw_only=True):
     choices: dict[str, str]
     reason: str = ""
     """Why the mode is not what it says, where it could not be captured."""
+    source_hash: str = ""
+    """Of the whole package: a step runs most of it."""
     date: str = ""
 
 
+Hear = Callable[[StepRow], None]
+
+
 def run_step(
-    device: str, out: Path, hear: Callable[[StepRow], None] = lambda row: None, budget_s: float = 60.0
-) -> None:
-    """Measures every mode that `device` has and writes them to `out`, after each."""
+    device: str,
+    out: Path,
+    *,
+    budget_s: float = 60.0,
+    resume: bool = False,
+    hear: Hear = lambda row: None,
+    announce: Callable[[str], None] = lambda stage: None,
+) -> File:
+    """Measure a training step in every mode that `device` has, and write each to `out` at once.
+
+    A mode's row in `out` is replaced; with `resume` it is kept where it has today's sources. `budget_s` is
+    for all contests of the step's ops, before each mode.
+
+    Raises:
+        ResultsError: `out` can't be read or written, or belongs to another machine or other versions.
+    """
     config, modes, steps = _sized(device)
-    file = results.File(results.environment(device), [])
+    file = open_file(out, results.environment(device))
     for mode in modes:
+        held = [row for row in file.rows if _same(row, config, mode)]
+        if resume and any(row.get("source_hash") == _source_hash() for row in held):
+            continue
+        announce(f"{mode}: holding contests, then measuring")
         row = measured(config, torch.device(device), mode, steps, budget_s)
-        file.rows.append(msgspec.to_builtins(row))
+        file.rows = [other for other in file.rows if other not in held] + [msgspec.to_builtins(row)]
         results.write(out, file)
         hear(row)
+    return file
+
+
+def _same(row: dict[str, Any], config: Config, mode: str) -> bool:
+    """Whether a stored row measures this mode of this step."""
+    return (row.get("mode"), row.get("batch"), row.get("seq")) == (
+        mode,
+        config.train.batch_size,
+        config.seq_len,
+    )
+
+
+@functools.cache
+def _source_hash() -> str:
+    folder = Path(bakeoff.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def _sized(device: str) -> tuple[Config, tuple[str, ...], int]:
@@ -131,6 +178,7 @@ def measured(config: Config, device: torch.device, mode: str, steps: int, budget
             steps=made,
             choices=selected,
             reason=stepper.uncaptured,
+            source_hash=_source_hash(),
             date=results.now(),
         )
 
@@ -189,40 +237,8 @@ def _syncs(step: Callable[[], None], device: torch.device) -> int | None:
     """How often the host waits for the device in a step."""
     if device.type != "cuda":
         return None
-    before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
+        warnings.filterwarnings("always", WAITED)
+        with sync_mode("warn"):
             step()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in said)
-
-
-def _lines(row: StepRow) -> Iterator[str]:
-    yield f"{row.mode:18} {row.step_us:10.1f} us  {row.tokens_per_s:12,.0f} bytes/s  loss {row.loss:.4f}"
-    if row.launches is not None:
-        peak = (row.peak_bytes or 0) / 2**20
-        held = row.graph_bytes / 2**20
-        yield (
-            f"{'':18} {row.launches} launches, {row.kernels} kernels, {row.syncs} syncs, "
-            f"peak {peak:.0f} MiB, graph {held:.0f} MiB {row.reason}"
-        )
-
-
-def main(words: list[str]) -> None:
-    """Measure on the device given, or the one there is."""
-    device = words[0] if words else "cuda" if torch.cuda.is_available() else "cpu"
-    out = Path(words[1]) if len(words) > 1 else Path("results", results.slug(device), "step.json")
-
-    def hear(row: StepRow) -> None:
-        for text in _lines(row):
-            sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-
-    run_step(device, out, hear)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    return sum(WAITED in str(warning.message) for warning in said)

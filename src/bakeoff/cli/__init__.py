@@ -187,16 +187,18 @@ def tune(
 
 @main.command()
 @click.argument("ops", metavar="[OP]...", nargs=-1)
-@click.option("--suite", type=click.Choice(["ops", "selection"]), default="ops", show_default=True,
-              help="ops: all candidates and peers. selection: regret, overhead, time to tune.")  # fmt: skip
+@click.option("--suite", type=click.Choice(["ops", "selection", "step"]), default="ops", show_default=True,
+              help="ops: all candidates and peers. selection: regret, overhead, time to tune. "
+                   "step: a whole training step, eager, captured, compiled, and both.")  # fmt: skip
 @click.option(
     "--regimes", help="Comma-separated: eager,graph,compiled. [default: all the device has but compiled]"
 )
 @DEVICE
 @click.option("--out", type=FILE, help="Results file. [default: results/GPU/SUITE.json]")
 @click.option("--filter", "text", default="", help="Only cases whose name or shapes contain this text.")
-@click.option("--budget", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True,
-              help="Seconds measured per contest; verification comes on top.")  # fmt: skip
+@click.option("--budget", type=click.FloatRange(0, min_open=True),
+              help="Seconds measured per contest; verification comes on top. [default: 2; in --suite step "
+                   "60, for all contests of a mode]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Leave out what the results file holds with today's sources.")
 def bench(
     ops: tuple[str, ...],
@@ -205,10 +207,10 @@ def bench(
     device: str,
     out: Path | None,
     text: str,
-    budget: float,
+    budget: float | None,
     resume: bool,
 ) -> None:
-    """Measure ops over their grids, with installed peers.
+    """Measure ops over their grids, with installed peers, or whole training steps.
 
     All ops without OP; every candidate is verified, and measured in one run with the others.
     Every case is measured forward alone and with its backward, in each regime, and is written to the results
@@ -219,6 +221,7 @@ def bench(
       bakeoff bench
       bakeoff bench rms_norm --filter 8192x4096 --budget 5
       bakeoff bench --suite selection --out results/h100/selection.json
+      bakeoff bench --suite step --resume
     """
     from bakeoff.cli import benching
 

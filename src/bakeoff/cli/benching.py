@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bakeoff.bench import contests, regret, results
+from bakeoff.bench import contests, regret, results, step
 from bakeoff.bench.regret import SelectionRow
 from bakeoff.bench.results import ResultsError
 from bakeoff.bench.suites import Cell, cells
@@ -26,11 +26,17 @@ def run(
     device: str,
     out: Path | None,
     text: str,
-    budget: float,
+    budget: float | None,
     resume: bool,
 ) -> None:
     """Run a suite and say where its results are."""
     device = device_named(device)
+    if suite == "step":
+        if names or text or regimes:
+            raise ResultsError("--suite step measures whole steps: leave OP, --filter and --regimes out")
+        _run_step(device, out, 60.0 if budget is None else budget, resume)
+        return
+    budget = 2.0 if budget is None else budget
     ops = [find_op(name) for name in names] or list(declared().values())
     wanted = _regimes(regimes, device)
     if suite == "selection" and wanted:
@@ -69,6 +75,26 @@ def run(
                 announce=status.update,
             )
             _sum_up(out, printer)
+    printer.print(f"results: {out}", highlight=False, soft_wrap=True)
+
+
+def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> None:
+    out = out or Path("results", results.slug(device), "step.json")
+    printer = console()
+    printer.print(f"training steps on {device}, to {out}", highlight=False)
+
+    def hear(row: step.StepRow) -> None:
+        figures = f"{row.step_us:10.1f} us  {row.tokens_per_s:12,.0f} bytes/s  loss {row.loss:.4f}"
+        if row.launches is not None:
+            peak, held = (row.peak_bytes or 0) / 2**20, row.graph_bytes / 2**20
+            figures += f"  {row.launches} launches, {row.kernels} kernels, {row.syncs} syncs"
+            figures += f", peak {peak:.0f} MiB, graph {held:.0f} MiB"
+        printer.print(f"{row.mode:18}{figures}", highlight=False, soft_wrap=True)
+        if row.reason:
+            printer.print(Text(f"  not captured: {row.reason}", style="yellow"))
+
+    with working(printer, "measuring the device's limits") as status:
+        step.run_step(device, out, budget_s=budget, resume=resume, hear=hear, announce=status.update)
     printer.print(f"results: {out}", highlight=False, soft_wrap=True)
 
 

@@ -7,7 +7,7 @@ crashes or hangs is a rejection and not the end of a training run.
 import datetime
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from bakeoff.select.key import key
 from bakeoff.select.measure import GraphTimer, HostTimer, Timer, Timing, input_sets, interleave, work
 from bakeoff.select.op import Candidate, Case, Op
 from bakeoff.select.verdict import Trial, Verdict, decide
-from bakeoff.select.verify import Errors, Rejected, Yardstick, verify, yardsticks
+from bakeoff.select.verify import Errors, Inaccurate, Rejected, Yardstick, verify, yardsticks
 
 __all__ = ["DeviceLost", "contest", "regimes_of", "timers_for"]
 
@@ -53,24 +53,24 @@ def contest(
     timers: Mapping[str, Timer] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     skip: Mapping[str, str] | None = None,
+    time_inaccurate: bool = False,
     announce: Announce = lambda stage: None,
 ) -> list[Verdict]:
     """Hold a contest at the case's representative and return one verdict per regime; candidates are verified
     at the case as it is, too.
 
     `budget_s` bounds the time spent measuring (verification comes on top); `skip` names candidates already
-    known to be out, with the reason; `announce` hears each stage as it begins (``candidate: stage``), and the
-    candidate's bare name before each sample.
+    known to be out, with the reason; with `time_inaccurate` candidates that are out for their error alone
+    are timed for the record and can't win; `announce` hears each stage as it begins (``candidate: stage``),
+    and the candidate's bare name before each sample.
     """
     op.check(case)
     called, case = case, op.bucket(case)
     regimes = tuple(regimes or regimes_of(case))
     timers = timers or timers_for(case)
-    announce("prepare the reference")
     try:
-        sticks = yardsticks(op, case, called)
-        passed, rejected = _qualify(op, case, sticks, dict(skip or {}), announce)
-        del sticks[1:]
+        stick, passed, rejected, inaccurate = _qualify(op, case, called, dict(skip or {}), announce)
+        timed = {*passed, *(inaccurate if time_inaccurate else ())}
         _release(case)
         sets = input_sets(op, case, 3 * hardware.l2_bytes(case.device))
     except torch.cuda.OutOfMemoryError as error:
@@ -80,9 +80,9 @@ def contest(
     measured = {}
     for regime in regimes:
         share = budget_s / len(regimes)
-        measured[regime] = _measure(op, case, regime, passed, sets, timers[regime], share, clock, announce)
+        measured[regime] = _measure(op, case, regime, timed, sets, timers[regime], share, clock, announce)
     warning = hardware.disturbance(case.device, before)
-    rejected |= _recheck(op, sticks, passed)
+    rejected |= _recheck(op, stick, passed)
     verdicts = [
         _verdict(op, case, regime, passed, timings, {**rejected, **out}, warning)
         for regime, (timings, out) in measured.items()
@@ -93,36 +93,53 @@ def contest(
 
 
 def _qualify(
-    op: Op, case: Case, sticks: Sequence[Yardstick], rejected: dict[str, str], announce: Announce
-) -> tuple[dict[str, tuple[Errors, bool]], dict[str, str]]:
-    passed: dict[str, tuple[Errors, bool]] = {}
+    op: Op, case: Case, called: Case, rejected: dict[str, str], announce: Announce
+) -> tuple[Yardstick, dict[str, tuple[Errors, bool]], dict[str, str], set[str]]:
+    """A yardstick to verify again by, what passed, why the others did not, and which of these are out for
+    their error alone."""
     for candidate in op.candidates:
-        if candidate.name in rejected:
-            continue
         reasons = candidate.reasons(case)
-        if reasons:
+        if reasons and candidate.name not in rejected:
             rejected[candidate.name] = "; ".join(reasons)
-            continue
-        announce(f"{candidate.name}: compile and verify")
-        try:
-            passed[candidate.name] = verify(op, candidate, sticks)
-        except Exception as error:  # whatever a candidate raises is its rejection
-            rejected[candidate.name] = _reason(candidate, error)
+    passed: dict[str, tuple[Errors, bool]] = {}
+    inaccurate = set()
+    kept: Yardstick | None = None
+    announce("prepare the reference")
+    for stick in yardsticks(op, case, called):
+        for candidate in op.candidates:
+            name = candidate.name
+            if name in rejected:
+                continue
+            announce(name if name in passed else f"{name}: compile and verify")
+            try:
+                errors, repeats = verify(op, candidate, [stick])
+            except Exception as error:  # whatever a candidate raises is its rejection
+                rejected[name] = _reason(candidate, error)
+                passed.pop(name, None)
+                if isinstance(error, Inaccurate):
+                    inaccurate.add(name)
+                continue
+            worst, repeated = passed.get(name, (errors, repeats))
+            passed[name] = worst.larger(errors), repeated and repeats
+        kept = kept or stick
+        del stick
+        announce("prepare the reference")
+    assert kept is not None
     if op.incumbent.name not in passed:
         raise ContestError(
             f"{op.name}: the incumbent {op.incumbent.name!r} itself fails: {rejected[op.incumbent.name]}"
         )
-    return passed, rejected
+    return kept, passed, rejected, inaccurate
 
 
-def _recheck(op: Op, sticks: Sequence[Yardstick], passed: Mapping[str, Any]) -> dict[str, str]:
+def _recheck(op: Op, stick: Yardstick, passed: Mapping[str, Any]) -> dict[str, str]:
     """Verify once more after all the timed calls: what was right at first must still be right."""
     wrong = {}
     for name in passed:
         if name == op.incumbent.name:
             continue
         try:
-            verify(op, op.by_name[name], sticks)
+            verify(op, op.by_name[name], [stick])
         except Exception as error:
             wrong[name] = f"after {name} had been timed: {_reason(op.by_name[name], error)}"
     return wrong
@@ -132,7 +149,7 @@ def _measure(
     op: Op,
     case: Case,
     regime: str,
-    passed: Mapping[str, Any],
+    timed: Collection[str],
     sets: Sequence[tuple[list[Any], list[Any]]],
     timer: Timer,
     budget_s: float,
@@ -142,7 +159,7 @@ def _measure(
     samplers: dict[str, Callable[[], float]] = {}
     rejected: dict[str, str] = {}
     for candidate in op.candidates:
-        if candidate.name not in passed:
+        if candidate.name not in timed:
             continue
         unfit = _unfit(candidate, regime)
         if unfit:

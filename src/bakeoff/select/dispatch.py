@@ -50,8 +50,7 @@ def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
         decided = policy.memo(settings)
         if len(decided) >= _MOST_REMEMBERED:
             decided.clear()
-        where = (op, torch.is_grad_enabled(), torch._C._get_deterministic_algorithms())
-        decided[*where, *hot.fingerprint(args)] = call
+        decided[hot.fingerprint(op, args)] = call
     return call(*args)
 
 

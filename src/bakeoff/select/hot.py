@@ -1,14 +1,26 @@
-"""The two pieces of the hot path: the fingerprint of a call and the memo it is looked up in."""
+"""The hot path: from a call that has been seen before to the candidate chosen for it.
+
+A call is recognised by its fingerprint, looked up in a memo. Since building that takes a microsecond or two,
+the memo also keeps, per op, its first few kinds of calls as PyTorch's own compiled guards, which compare a
+tensor's metadata in some 60 ns; what they don't recognise goes by its fingerprint.
+"""
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from operator import itemgetter
 from typing import Any
 
 import torch
 
-__all__ = ["Memo", "fingerprint", "memo", "process_memo"]
+try:
+    from torch._C._dynamo.guards import TensorGuards as _Guards
+except ImportError:  # a private name: without it every call goes by its fingerprint
+    _Guards = None  # type: ignore[assignment,misc]
 
-Memo = dict[tuple[Any, ...], Callable[..., Any]]
+__all__ = ["Memo", "fingerprint", "known", "memo", "process_memo"]
+
+Memo = dict[Any, Any]
+"""Candidates' callables by fingerprint, and by op the list of its guarded kinds of calls."""
 
 memo: ContextVar[Memo | None] = ContextVar("bakeoff_memo", default=None)
 """Decisions made under the settings this context entered; None where it entered none of its own."""
@@ -17,25 +29,60 @@ process_memo: Memo = {}
 """Decisions for such contexts: they follow the settings the process entered last. Autograd's threads are
 such contexts, so recomputation in backward selects as forward did."""
 
+_MOST_GUARDED = 4
+_SCALARS = frozenset({bool, float, int, str, type(None)})
 
-def fingerprint(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Everything selection may depend on, exactly, as a hashable tuple; reads metadata only.
+
+def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What runs this call by an earlier decision, or None."""
+    decided = memo.get()
+    if decided is None:
+        decided = process_memo
+    guarded = decided.get(op)
+    if guarded is not None:
+        mode = torch.is_grad_enabled(), torch._C._get_deterministic_algorithms()
+        for tensors, others, expected, check, call in guarded:
+            # A set, because it compares by hash first: nobody asks a tensor whether it equals a number.
+            if (mode, others(args)) in expected and check(*tensors(args)):
+                return call  # type: ignore[no-any-return]
+    found: Callable[..., Any] | None = decided.get(fingerprint(op, args))
+    if found is not None and (guarded is None or len(guarded) < _MOST_GUARDED):
+        _guard(decided, op, args, found)
+    return found
+
+
+def _guard(decided: Memo, op: object, args: Sequence[Any], call: Callable[..., Any]) -> None:
+    """Recognise calls like this one by compiled guards from now on."""
+    where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+    given = [args[i] for i in where]
+    if _Guards is None or len({id(t) for t in given}) < len(given):
+        return  # guards take a tensor that is passed twice for another kind of call
+    tensors, others = _picker(where), _picker([i for i in range(len(args)) if i not in where])
+    check = _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    mode = torch.is_grad_enabled(), torch._C._get_deterministic_algorithms()
+    decided.setdefault(op, []).append((tensors, others, {(mode, others(args))}, check, call))
+
+
+def _picker(where: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Takes these positions of a sequence, as a tuple."""
+    if len(where) > 1:
+        return itemgetter(*where)
+    return lambda args: tuple([args[i] for i in where])
+
+
+def fingerprint(op: object, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Everything a selection for `op` may depend on, exactly, as a hashable tuple; reads metadata only.
 
     Two calls with one fingerprint get one decision. The class is part of it, so that a tensor subclass
-    never inherits a plain tensor's decision.
+    never inherits a plain tensor's decision. Flat, because that is faster than nested tuples, and still
+    unambiguous: six entries a tensor, of which the first is a class, and one for anything else.
     """
-    return tuple(
-        [
-            (
-                a.__class__,
-                a.shape,
-                a.dtype,
-                a.get_device(),
-                a.requires_grad,
-                a.is_contiguous() or a.stride(),
-            )
-            if isinstance(a, torch.Tensor)
-            else a
-            for a in args
-        ]
-    )
+    found = [op, torch.is_grad_enabled(), torch._C._get_deterministic_algorithms()]
+    for a in args:
+        kind = a.__class__
+        if kind in _SCALARS or not isinstance(a, torch.Tensor):
+            found.append(a)
+        else:
+            layout = a.is_contiguous() or a.stride()
+            found += (kind, a.shape, a.dtype, a.get_device(), a.requires_grad, layout)
+    return tuple(found)

@@ -228,6 +228,9 @@ class Op:
     every output must be batched too."""
     draw: Callable[[str, TensorMeta, torch.Generator], torch.Tensor | None] | None = None
     """An argument's own values (name, meta, generator) where random normal ones make no sense, else None."""
+    prepare: Callable[[Callable[..., Any], Sequence[Any]], Callable[[], Any]] | None = None
+    """(a candidate's callable, arguments) -> the call to time, for an op whose everyday call differs from the
+    functional one that is verified: one that updates in place, say. None: the callable on the arguments."""
     home: str = ""
     """Where a worker process imports it: ``"module:attribute"``; empty means ``bakeoff.ops.<name>.op:OP``."""
 
@@ -266,19 +269,15 @@ class Op:
     def __call__(self, *args: Any, impl: str | None = None) -> Any:
         """Run the candidate selected for these arguments, or `impl`.
 
-        The hot path: a call whose fingerprint the current memo knows costs one dictionary lookup.
+        The hot path: a call of a kind that the current memo knows costs a microsecond.
         """
         if impl is None and not torch.compiler.is_compiling():
-            decided = hot.memo.get()
-            if decided is None:
-                decided = hot.process_memo
-            grad, deterministic = torch.is_grad_enabled(), torch._C._get_deterministic_algorithms()
             try:
-                known = decided.get((self, grad, deterministic, *hot.fingerprint(args)))
+                call = hot.known(self, args)
             except TypeError:  # an argument that can't be hashed is none an op takes: the check will name it
-                known = None
-            if known is not None:
-                return known(*args)
+                call = None
+            if call is not None:
+                return call(*args)
         from bakeoff.select.dispatch import dispatch  # bound late: dispatch knows policies, an op does not
 
         return dispatch(self, args, impl)

@@ -14,7 +14,8 @@ TIE = 0.01  # challengers this close are equal, and the simpler one is taken
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """One candidate's part in a contest: its time and errors, or why it is out."""
+    """One candidate's part in a contest: its time and errors, or why it is out. A benchmark may have timed
+    one that is out, for the record."""
 
     candidate: str
     source_hash: str
