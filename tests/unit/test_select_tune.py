@@ -64,6 +64,24 @@ def call(op: Op, rows: int = 4) -> None:
     op(torch.ones(rows, 8), torch.ones(8), None)
 
 
+def test_a_contest_that_would_end_well_beyond_the_budget_is_not_begun(
+    op: Op, held: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    hold = module._hold
+
+    def slowly(*args: Any) -> list[Verdict]:
+        nonlocal now
+        now += 10.0
+        return hold(*args)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(module, "_hold", slowly)
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    report = tune(lambda: [call(op, rows) for rows in (4, 5, 6, 7)], 25.0)
+    assert (report.measured, report.seconds) == (2, 20.0)
+    assert list(report.unsettled.values()) == ["the budget of 25 s was spent"] * 2
+
+
 def test_it_settles_the_keys_of_one_step_and_puts_them_in_force(op: Op, held: list[str]) -> None:
     steps: list[int] = []
 

@@ -2,7 +2,7 @@
 
 import logging
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,7 +15,7 @@ from bakeoff.select.op import Candidate, Case, Op, TensorMeta, find_op
 from bakeoff.select.table import Found
 from bakeoff.select.tune import recordings, settle
 
-__all__ = ["Choice", "checked", "choose", "dispatch"]
+__all__ = ["Choice", "able", "checked", "choose", "decide", "dispatch"]
 
 log = logging.getLogger("bakeoff")
 _MOST_REMEMBERED = 4096
@@ -41,24 +41,30 @@ def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
     case = checked(op, args)
     if any(type(a) not in (torch.Tensor, torch.nn.Parameter) for a in args if isinstance(a, torch.Tensor)):
         return op.incumbent.call(*args)  # a wrapper tensor: plain PyTorch composes with it, kernels may not
+    return decide(op, case, hot.fingerprint(op, args))(*args)
+
+
+def decide(op: Op, case: Case, where: tuple[Any, ...]) -> Callable[..., Any]:
+    """What runs `case` under the settings in force, remembered under `where` in their memo; noted instead
+    where a step is being recorded."""
     settings = policy.current()
     if recordings:
         recordings[-1][key(op, case, settings.on(case.device)), case.device] = (op, case)
-        return choose(op, case, _unsettled(settings)).candidate.call(*args)
+        return choose(op, case, _unsettled(settings)).candidate.call
     call = choose(op, case, settings).candidate.call
     if not recordings:  # a recording that began meanwhile must see the next such call
         decided = policy.memo(settings)
         if len(decided) >= _MOST_REMEMBERED:
             decided.clear()
-        decided[hot.fingerprint(op, args)] = call
-    return call(*args)
+        decided[where] = call
+    return call
 
 
 def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
     """The decision for `case` under `settings`; holds a contest only under the ``tune`` policy."""
     forced = dict(settings.overrides).get(op.name)
     if forced:
-        return Choice(_able(op, case, forced, settings.regime), "forced by override", None)
+        return Choice(able(op, case, forced, settings.regime), "forced by override", None)
     if settings.policy == "off":
         return Choice(op.incumbent, "selection is off", None)
     name = key(op, case, settings.on(case.device))
@@ -73,12 +79,12 @@ def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
             settle(op, case, settings.on(case.device))
             found = policy.store.lookup(op, name, case.device)
     if found:
-        able = _first_able(op, case, found)
-        if able:
+        best = _first_able(op, case, found)
+        if best:
             stale = " (measured under other versions)" if found.stale else ""
-            won = able.name == found.verdict.winner
+            won = best.name == found.verdict.winner
             why = found.verdict.why if won else "the winner can't take this case"
-            return Choice(able, f"{why}, from {found.source}{stale}", found)
+            return Choice(best, f"{why}, from {found.source}{stale}", found)
     return _missed(op, case, settings, name)
 
 
@@ -110,7 +116,8 @@ def _first_able(op: Op, case: Case, found: Found) -> Candidate | None:
     return None
 
 
-def _able(op: Op, case: Case, name: str, regime: str) -> Candidate:
+def able(op: Op, case: Case, name: str, regime: str = "eager") -> Candidate:
+    """The candidate called `name`, or Unsupported with every reason why it can't take `case`."""
     candidate = op.candidate(name)
     reasons = candidate.reasons(case)
     if regime == "compiled" and not candidate.traceable:
@@ -121,7 +128,7 @@ def _able(op: Op, case: Case, name: str, regime: str) -> Candidate:
 
 
 def _explicit(op: Op, args: Sequence[Any], impl: str) -> Any:
-    return _able(op, checked(op, args), impl, "eager").call
+    return able(op, checked(op, args), impl).call
 
 
 def checked(op: Op, args: Sequence[Any]) -> Case:
@@ -193,7 +200,7 @@ def _constant_choice(op_name: str, known: tuple[Any, ...], grad: bool, impl: str
     case = Case(values, device)
     settings = msgspec.structs.replace(policy.current(), regime="compiled")
     if impl is not None:
-        chosen = _able(op, case, impl, "compiled")
+        chosen = able(op, case, impl, "compiled")
     else:
         if recordings:
             recordings[-1][key(op, case, "compiled"), device] = (op, case)

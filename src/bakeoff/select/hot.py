@@ -17,7 +17,7 @@ try:
 except ImportError:  # a private name: without it every call goes by its fingerprint
     _Guards = None  # type: ignore[assignment,misc]
 
-__all__ = ["Memo", "fingerprint", "known", "memo", "process_memo"]
+__all__ = ["Memo", "current", "fingerprint", "known", "memo", "process_memo"]
 
 Memo = dict[Any, Any]
 """Candidates' callables by fingerprint, and by op the list of its guarded kinds of calls."""
@@ -33,11 +33,15 @@ _MOST_GUARDED = 4
 _SCALARS = frozenset({bool, float, int, str, type(None)})
 
 
+def current() -> Memo:
+    """The memo of the settings in force."""
+    entered = memo.get()
+    return process_memo if entered is None else entered
+
+
 def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
     """What runs this call by an earlier decision, or None."""
-    decided = memo.get()
-    if decided is None:
-        decided = process_memo
+    decided = current()
     guarded = decided.get(op)
     if guarded is not None:
         mode = torch.is_grad_enabled(), torch._C._get_deterministic_algorithms()

@@ -20,7 +20,7 @@ from bakeoff.select.worker import Worker, home_of
 __all__ = ["TuneReport", "settle", "tune"]
 
 log = logging.getLogger("bakeoff")
-_PER_KEY_S = 2.0
+_PER_KEY_S = 1.5
 _NOT_ASKED = "third-party: left out of tuning (peers=True lets it compete)"
 
 
@@ -59,7 +59,8 @@ def tune(
 
     Args:
         step: one real training step (forward and backward). It runs exactly once.
-        budget_s: seconds for all contests. Keys that no time is left for are listed and keep their heuristic.
+        budget_s: seconds for all contests. Keys that no time is left for are listed and keep their heuristic;
+            a contest that would end well beyond the budget, judged by those before, is not begun.
         regimes: settle these; default: those of the device (``eager``, on CUDA also ``graph``), and
             ``compiled`` for ops met inside torch.compile.
         peers: let installed third-party candidates compete, too. Some spend a minute on tuning themselves at
@@ -82,6 +83,8 @@ def tune(
     done: list[Verdict] = []
     unsettled: dict[str, str] = {}
     measured = 0
+    taken = 0.0
+    """Seconds a contest took on average."""
     retrace = False
     with Worker(announce=announce) as worker:
         if budget_s > 0 and not any(cache_dir().glob("*.json")):
@@ -97,13 +100,15 @@ def tune(
                 done += known
                 continue
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= taken / 2:  # half of what a contest took so far: the next would end beyond the budget
                 unsettled[name] = f"the budget of {budget_s:g} s was spent"
                 continue
             announce(name)
+            begun = time.monotonic()
             try:
                 done += _hold(op, case, wanted, worker, min(_PER_KEY_S, left), peers)
                 measured += 1
+                taken += (time.monotonic() - begun - taken) / measured
                 retrace |= name.endswith(" compiled")
             except ContestError as error:
                 unsettled[name] = str(error)

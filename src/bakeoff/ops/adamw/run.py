@@ -5,18 +5,14 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
-from bakeoff.errors import Unsupported
 from bakeoff.ops.adamw.group import Group, Guard, Hyper
 from bakeoff.ops.adamw.op import NORM, OP, Norm, Stacked, norm_case, update_case
-from bakeoff.select import hot, policy
-from bakeoff.select.dispatch import choose
-from bakeoff.select.key import key
+from bakeoff.select import hot
+from bakeoff.select.dispatch import able, decide
 from bakeoff.select.op import Case, Op
-from bakeoff.select.tune import recordings
 
 __all__ = ["guard", "overlap", "update"]
 
@@ -70,29 +66,12 @@ def guard(
 
 
 def _chosen(op: Op, known: tuple[Any, ...], make: Callable[..., Case], impl: str | None) -> Any:
-    """The candidate for a group, as `dispatch` finds it for a call: remembered, recorded and forced alike."""
-    decided = hot.memo.get()
-    if decided is None:
-        decided = hot.process_memo
-    where = (op, torch._C._get_deterministic_algorithms(), *known)
-    if impl is None and where in decided:
-        return decided[where]
-    case = make(*known)
+    """The candidate for a group, as for any call; what is `known` of the group stands for its fingerprint."""
     if impl is not None:
-        candidate = op.candidate(impl)
-        reasons = candidate.reasons(case)
-        if reasons:
-            raise Unsupported(f"{op.name}: {impl!r} can't take this case: {'; '.join(reasons)}")
-        return candidate.call
-    settings = policy.current()
-    if recordings:
-        recordings[-1][key(op, case, settings.on(case.device)), case.device] = (op, case)
-        if settings.policy in ("tune", "strict"):  # the contest comes after the recording
-            settings = msgspec.structs.replace(settings, policy="table")
-        return choose(op, case, settings).candidate.call
-    call = choose(op, case, settings).candidate.call
-    decided[where] = call
-    return call
+        return able(op, make(*known), impl).call
+    where = (op, torch._C._get_deterministic_algorithms(), *known)
+    found = hot.current().get(where)
+    return decide(op, make(*known), where) if found is None else found
 
 
 def overlap(params: list[Tensor]) -> bool:
