@@ -12,7 +12,7 @@ from bakeoff.select.draw import cotangent, inputs
 from bakeoff.select.op import Candidate, Case, Op, TensorMeta
 from bakeoff.select.poison import Poison, fenced, unchanged
 from bakeoff.select.verdict import Trial, Verdict
-from bakeoff.select.verify import _reference, verify, yardsticks
+from bakeoff.select.verify import _errors, _reference, verify, yardsticks
 from tests.unit import zoo
 
 
@@ -294,6 +294,12 @@ def test_a_fenced_copy_keeps_layout_and_values(dtype: torch.dtype) -> None:
             copy.reshape(-1)[:0]
             copy.as_strided((1,), (1,), copy.storage_offset()).zero_()
             assert not unchanged(copy, original)
+
+
+def test_the_elements_of_a_column_are_judged_together() -> None:
+    exact = torch.tensor([[1.0], [1e-5]])
+    assert _errors(exact + 1e-7, exact).max == pytest.approx(1e-7, rel=0.1)
+    assert _errors((exact + 1e-7).expand(2, 2), exact.expand(2, 2)).max == pytest.approx(1e-2, rel=0.1)
 
 
 def test_errors_are_finite_for_huge_float64() -> None:

@@ -345,12 +345,14 @@ def _errors(got: torch.Tensor, exact: torch.Tensor) -> Errors:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+    """[rows, elements]; a column counts as one row, since an element has nothing but itself to be judged by."""
+    rows = tensor.dim() > 1 and tensor.shape[-1] > 1
+    return tensor.reshape(-1, tensor.shape[-1]) if rows else tensor.reshape(1, -1)
 
 
 def _worst_index(got: torch.Tensor, exact: torch.Tensor) -> list[int]:
     off, size = (got.to(exact.dtype) - exact).abs().nan_to_num(0.0), exact.abs().nan_to_num(0.0)
-    scale = size.amax(-1, keepdim=True) if exact.dim() > 1 else size.max()
+    scale = size.amax(-1, keepdim=True) if exact.dim() > 1 and exact.shape[-1] > 1 else size.max()
     flat = int((off / scale.clamp(min=size.max() * 1e-6)).argmax())
     return [int(i) for i in torch.unravel_index(torch.tensor(flat), exact.shape)] if exact.dim() else []
 

@@ -1,0 +1,123 @@
+"""Every byte_spectral kernel in its production tilings, built for GPUs that need not be here."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from aot import SHARED_LIMIT, TARGETS, Built, build
+from bakeoff.ops.byte_spectral import OP, kernels
+from bakeoff.ops.byte_spectral.reference import EPS
+from bakeoff.select.op import Case
+
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
+SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
+MAJOR = {"sm_80": 8, "sm_90": 9, "sm_100": 10, "gfx942": 9}
+MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+CASES = {case.name: case for case in OP.cases()}
+FORMS = [
+    "16x1024", "4x8192 D512", "8x2048 C4", "16x1024 grid", "16x1024 complex", "16x1024 log",
+    "16x1024 features alone", "16x1024 fp32", "odd",
+]  # fmt: skip
+# Committed results come from sm_90; elsewhere the three forms that differ most.
+BUILDS = [(name, "sm_90") for name in FORMS]
+BUILDS += [(name, t) for t in TARGETS if t != "sm_90" for name in ("16x1024", "8x2048 C4", "16x1024 fp32")]
+
+# Bytes of local memory a thread is known to need, by how many bfloat16 parts a float32 operand has: the
+# gradients of table, window and omega in one kernel hold more than a thread's 255 registers.
+SIGNAL_SPILLS = {
+    "sm_80": {2: 2300, 3: 4100}, "sm_90": {2: 320, 3: 800}, "sm_100": {2: 640, 3: 3400},
+    "gfx942": {2: 64, 3: 352},
+}  # fmt: skip
+FORWARD_SPILLS = 256  # gfx942, three parts
+WEIGHT_SPILLS = {
+    "sm_80": {2: 48, 3: 288}, "sm_90": {2: 160, 3: 0}, "sm_100": {2: 192, 3: 0}, "gfx942": {2: 352, 3: 0},
+}  # fmt: skip
+
+
+def arguments(case: Case, target: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """What all kernels take: tensors' types and scalars, None for tensors that are absent, constants."""
+    names = ("ids", "table", "window", "omega", "weight", "bias")
+    signature = {name: TYPES[case.args[name].dtype] for name in names if case.args[name] is not None}
+    constants: dict[str, Any] = {name: None for name in names if case.args[name] is None}
+    W = case.window.shape[0]
+    K = W // 2 + 1 if case.omega is None else case.omega.shape[0]
+    D = case.weight.shape[1] if case.weight else 1
+    result = case.weight or case.table
+    constants |= kernels.constants(case.table.shape[1], W, K, D, case.features, result.dtype, True)
+    return signature | dict.fromkeys(("T", "row"), "i64"), constants | {"EPS": EPS}
+
+
+def without(names: str, *tables: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in table.items() if name not in names.split()} for table in tables]
+
+
+def compiled(kernel: Any, signature: Any, constants: Any, tiling: kernels.Tiling, target: str) -> Built:
+    span = kernels.span(tiling.positions, constants["W"])
+    constants |= {"BT": tiling.positions, "BD": tiling.channels, "SPAN": span}
+    stages = {} if kernel is kernels._forward else {"num_stages": kernels.STAGES}
+    return build(kernel, signature, constants, target, num_warps=tiling.warps, **stages)
+
+
+def forward(case: Case, target: str) -> Built:
+    signature, constants = arguments(case, target)
+    signature["out"] = TYPES[(case.weight or case.table).dtype]
+    tiling = kernels.forward_tiling(constants["D"], constants["SPLIT"], MAJOR[target])
+    return compiled(kernels._forward, signature, constants, tiling, target)
+
+
+def signal(case: Case, target: str) -> Built:
+    signature, constants = without("bias", *arguments(case, target))
+    signature |= {"dout": TYPES[(case.weight or case.table).dtype], "partial": "*fp32"}
+    signature |= dict.fromkeys(("tiles", "columns", "first"), "i64")
+    constants |= {"TABLE": True, "WINDOW": True, "OMEGA": case.omega is not None}
+    tiling, _ = kernels.backward_tiling(constants["D"], constants["SPLIT"], SMS[target], MAJOR[target])
+    return compiled(kernels._backward_signal, signature, constants, tiling, target)
+
+
+def projection(case: Case, target: str) -> Built:
+    signature, constants = without("weight bias", *arguments(case, target))
+    signature |= {"dout": TYPES[case.weight.dtype], "partial": "*fp32"}
+    signature |= dict.fromkeys(("tiles", "columns"), "i64")
+    constants |= {"BIAS": case.bias is not None}
+    _, tiling = kernels.backward_tiling(constants["D"], constants["SPLIT"], SMS[target], MAJOR[target])
+    return compiled(kernels._backward_weight, signature, constants, tiling, target)
+
+
+def check(built: Built, spills: int) -> None:
+    assert built.registers > 32, "nothing was compiled: the kernel traps"
+    assert built.spills <= spills
+    assert built.shared <= SHARED_LIMIT[built.target]
+    assert MATRIX[built.target] in built.assembly or "mma.sync" in built.assembly
+
+
+def split(case: Case) -> int:
+    return int(arguments(case, "sm_90")[1]["SPLIT"])
+
+
+@pytest.mark.parametrize(("name", "target"), BUILDS)
+def test_forward(name: str, target: str) -> None:
+    check(
+        forward(CASES[name], target), FORWARD_SPILLS if target == "gfx942" and split(CASES[name]) == 3 else 0
+    )
+
+
+@pytest.mark.parametrize(("name", "target"), BUILDS)
+def test_backward_signal(name: str, target: str) -> None:
+    check(signal(CASES[name], target), SIGNAL_SPILLS[target][split(CASES[name])])
+
+
+@pytest.mark.parametrize(("name", "target"), [(n, t) for n, t in BUILDS if CASES[n].weight])
+def test_backward_weight(name: str, target: str) -> None:
+    check(projection(CASES[name], target), WEIGHT_SPILLS[target][split(CASES[name])])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_sum_of_partials(target: str) -> None:
+    signature = {"partial": "*fp32", "dweight": "*bf16", "dbias": "*bf16"}
+    signature |= dict.fromkeys(("dtable", "dwindow", "domega"), "*fp32")
+    signature |= dict.fromkeys(("columns", "split", "a", "b", "c", "d"), "i64")
+    signature |= dict.fromkeys(("above", "below"), "i32")
+    constants = {"ROWS": kernels.ROWS, "COLUMNS": kernels.COLUMNS}
+    built = build(kernels._sum_partials, signature, constants, target, num_warps=kernels.SUM_WARPS)
+    assert built.spills == 0
