@@ -298,7 +298,7 @@ def test_a_fenced_copy_keeps_layout_and_values(dtype: torch.dtype) -> None:
 
 def test_the_elements_of_a_column_are_judged_together() -> None:
     exact = torch.tensor([[1.0], [1e-5]])
-    assert _errors(exact + 1e-7, exact).max == pytest.approx(1e-7, rel=0.1)
+    assert _errors(exact + 1e-7, exact).max == pytest.approx(1.19e-7, rel=0.01)
     assert _errors((exact + 1e-7).expand(2, 2), exact.expand(2, 2)).max == pytest.approx(1e-2, rel=0.1)
 
 

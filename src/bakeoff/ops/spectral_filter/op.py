@@ -1,0 +1,113 @@
+"""The declaration of spectral_filter: its candidates, cost, cases and checks."""
+
+import torch
+
+from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
+from bakeoff.select.compiled import compiler_missing
+from bakeoff.select.key import round_rows, with_layout
+from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
+
+__all__ = ["OP"]
+
+
+def check(case: Case) -> None:
+    """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
+    x, weight = case.x, case.weight
+    for name, value in case.args.items():
+        if not isinstance(value, TensorMeta):
+            raise TypeError(f"spectral_filter: {name} must be a tensor, got {value!r}")
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"spectral_filter: x is {x.dtype}; convert it to a floating point dtype")
+    if not weight.dtype.is_complex or weight.dtype == torch.complex32:
+        raise TypeError(
+            f"spectral_filter: weight is {weight.dtype}, expected complex64; reals [K, C, 2] become complex "
+            f"by torch.view_as_complex(weight)"
+        )
+    if len(x.shape) != 3:
+        raise ValueError(
+            f"spectral_filter: x has shape {x.shape}, expected [B, T, C]; one sequence is x[None]"
+        )
+    T, C = x.shape[1:]
+    if len(weight.shape) != 2 or weight.shape[1] != C:
+        raise ValueError(
+            f"spectral_filter: weight has shape {weight.shape}, expected [K, {C}], as x has {C} channels"
+        )
+    if weight.shape[0] > T // 2 + 1:
+        raise ValueError(
+            f"spectral_filter: weight has {weight.shape[0]} bins, but T = {T} positions have {T // 2 + 1} "
+            f"frequencies: use weight[:{T // 2 + 1}], or pad x to {2 * (weight.shape[0] - 1)} positions"
+        )
+
+
+def bucket(case: Case) -> Case:
+    """B rounded up; T and K exact, because an FFT's time depends on the factors of T."""
+    B, T, C = case.x.shape
+    weight = TensorMeta.dense(case.weight.shape, case.weight.dtype, grad=case.weight.requires_grad)
+    return case.replace(x=with_layout(case.x, (round_rows(B), T, C)), weight=weight)
+
+
+def cost(case: Case) -> Cost:
+    """x in, y out; backward dy and, for the weight, x in, gradients out. FLOPs of two FFTs each way."""
+    x, weight = case.x, case.weight
+    fft = 5 * x.numel * max(1, x.shape[1].bit_length())  # two real ones
+    total, flops = 2 * x.nbytes + weight.nbytes, fft
+    if not case.needs_grad:
+        return Cost(total, flops)
+    total += x.nbytes + weight.nbytes
+    flops += fft
+    if x.requires_grad:
+        total += x.nbytes
+    if weight.requires_grad:
+        total += x.nbytes + weight.nbytes
+    return Cost(total, flops)
+
+
+def cases() -> list[Case]:
+    """Encoders from short to long, then every other form once."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    return [
+        _case("64x256x512", 64, 256, 512, 129, bf16),
+        _case("16x1024x768", 16, 1024, 768, 513, bf16),
+        _case("4x8192x768", 4, 8192, 768, 4097, bf16),
+        _case("low frequencies", 16, 1024, 768, 128, bf16),
+        _case("fp16", 16, 1024, 768, 513, fp16),
+        _case("fp32", 16, 1024, 768, 513, fp32),
+        _case("odd", 3, 1001, 45, 501, bf16),
+    ]
+
+
+def _case(name: str, B: int, T: int, C: int, K: int, dtype: torch.dtype) -> Case:
+    return Case(
+        {
+            "x": TensorMeta.dense((B, T, C), dtype, grad=True),
+            "weight": TensorMeta.dense((K, C), torch.complex64, grad=True),
+        },
+        "cuda",
+        name,
+    )
+
+
+def heuristic(case: Case, regime: str) -> str:
+    """Plain PyTorch: Inductor generates no code for complex numbers."""
+    return "eager"
+
+
+_HERE = "bakeoff.ops.spectral_filter"
+
+OP = Op(
+    name="spectral_filter",
+    reference=reference,
+    candidates=(
+        Candidate("eager", f"{_HERE}.plain:eager"),
+        Candidate(
+            "compiled", f"{_HERE}.plain:compiled", supports=compiler_missing, sources=(f"{_HERE}.reference",)
+        ),
+    ),
+    check=check,
+    bucket=bucket,
+    cost=cost,
+    cases=cases,
+    heuristic=heuristic,
+    features={"x": 2, "weight": 2},
+    batched=frozenset({"x"}),
+)

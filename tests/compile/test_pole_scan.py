@@ -1,0 +1,100 @@
+"""Every pole_scan kernel in every production configuration, compiled for GPUs that need not be here."""
+
+import re
+
+import pytest
+import torch
+
+from aot import SHARED_LIMIT, TARGETS, build
+from bakeoff.ops.pole_scan import kernels
+
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+POLES = [1, 4, 8, 16]
+
+
+def how(K, target, C=768):
+    return kernels.tiling(4, 8192, C, K, 132, lanes=TARGETS[target].warp_size)
+
+
+def compiled(name, K, target, dtype=torch.bfloat16, *, absent=(), C=768, **constants):
+    """The kernel called `name` with K poles; `absent` arguments are None."""
+    kernel = getattr(kernels, name)
+    cut = how(K, target, C)
+    constants = {"KP": cut.poles, "UNROLL": cut.unroll, "BLOCK": cut.block, "GROUP": cut.group, **constants}
+    warps = constants.pop("num_warps", cut.warps)
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    constants |= dict.fromkeys(absent)
+    data = {"u", "y", "x", "dy", "du"}
+    integers = {"T", "C", "K", "G", "FIRST", "L", "LAST", "B", "CHUNKS", "SHARES"} | {
+        f"{x}_{d}" for x in data for d in "bt"
+    }
+    signature = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            continue
+        if argument in integers:
+            signature[argument] = "i64"
+        elif argument == "powers":
+            signature[argument] = "*fp64"
+        else:
+            signature[argument] = TYPES[dtype] if argument in data else "*fp32"
+    return build(kernel, signature, constants, target, num_warps=warps)
+
+
+WALKS = [
+    ("_forward", {}),
+    ("_backward_input", {}),
+    ("_backward_poles", {}),
+    ("_local", {"REVERSED": False}),
+    ("_local", {"REVERSED": True}),
+]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("K", [8, 16])
+@pytest.mark.parametrize(("name", "constants"), WALKS, ids=str)
+def test_walks_stay_in_registers(name, constants, K, target):
+    """No spills, and nothing crosses threads: all of a channel's poles are in one."""
+    built = compiled(name, K, target, **constants)
+    assert built.spills == 0
+    assert built.shared == 0
+    assert "tt.reduce" not in built.ttgir or not re.search(r"shfl|ds_bpermute|ds_swizzle|dpp", built.assembly)
+
+
+@pytest.mark.parametrize("K", POLES)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_work_is_what_the_definition_needs(K, dtype):
+    """7 K FMAs a position, not 9 K: sums of products are contracted."""
+    built = compiled("_forward", K, "sm_90", dtype)
+    cut = how(K, "sm_90")
+    floating = len(re.findall(r"(?:fma\.rn|mul|add|sub)\.f32", built.assembly))
+    assert floating <= (7 * cut.poles + 10) * (cut.unroll + 1)
+    assert built.spills == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("_prepare", {"BLOCK": 128, "num_warps": 4}),
+        ("_carry", {"BLOCK": 64, "AHEAD": 8, "REVERSED": False, "num_warps": 2}),
+        ("_carry", {"BLOCK": 64, "AHEAD": 8, "REVERSED": True, "num_warps": 2}),
+        ("_carry", {"BLOCK": 64, "AHEAD": 8, "REVERSED": True, "num_warps": 2, "absent": ("state", "end")}),
+        ("_finish", {"BLOCK": 64, "AHEAD": 8, "num_warps": 2}),
+        ("_step", {"BLOCK": 32, "ITEMS": 4, "num_warps": 4}),
+        ("_step", {"BLOCK": 32, "ITEMS": 4, "num_warps": 4, "absent": ("state",)}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_rest_builds(name, constants, target):
+    built = compiled(name, 8, target, **constants)
+    # sin and cos of a large float64 keep a table of 2 / pi on the stack.
+    assert built.spills <= (64 if name in ("_prepare", "_step") else 0)
+    assert built.shared <= min(SHARED_LIMIT[target], 8 << 10)
+
+
+@pytest.mark.parametrize("name", ["_forward", "_backward_input", "_backward_poles"])
+@pytest.mark.parametrize("C", [1, 40, 100])
+def test_few_channels(name, C):
+    built = compiled(name, 5, "sm_90", C=C)
+    assert (built.spills, built.shared) == (0, 0)
