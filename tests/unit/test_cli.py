@@ -24,6 +24,7 @@ from bakeoff.errors import BakeoffError
 from bakeoff.select import Verdict, find_op, policy, registry
 from bakeoff.select.key import key
 from bakeoff.select.table import Table, read, write
+from bakeoff.train.data import ByteCorpus
 from tests.unit.verdicts import made
 
 OURS = {**os.environ, "PYTHONPATH": str(Path(bakeoff.__file__).parents[1])}
@@ -266,7 +267,9 @@ def test_demo_config_fits_the_device(tmp_path: Path) -> None:
     cpu, gpu = (demo_config(device, None, None, None, quick=False) for device in ("cpu", "cuda:0"))
     assert (cpu.recipe, cpu.train.max_seconds, cpu.select.budget_s) == ("llm-med-tiny", 60, 30)
     assert (gpu.recipe, gpu.train.max_seconds) == ("llm-med", 120)
-    assert cpu.train.steps == gpu.train.steps == 0
+    passes = gpu.train.steps * gpu.train.batch_size * gpu.seq_len / len(ByteCorpus.open("stdlib"))
+    assert 4 < passes < 5
+    assert cpu.train.steps == demo_config("cuda", 30.0, None, None, quick=False).train.steps == 0
     own = demo_config("cpu", 5.0, "book.txt", tmp_path, quick=True)
     assert (own.train.max_seconds, own.data.path, own.train.run_dir) == (5, "book.txt", str(tmp_path))
 
