@@ -345,7 +345,7 @@ def _errors(got: torch.Tensor, exact: torch.Tensor) -> Errors:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[rows, elements]; a column counts as one row, since an element has nothing but itself to be judged by."""
+    """[rows, elements]; a column counts as one row: an element can't be judged by nothing but itself."""
     rows = tensor.dim() > 1 and tensor.shape[-1] > 1
     return tensor.reshape(-1, tensor.shape[-1]) if rows else tensor.reshape(1, -1)
 
