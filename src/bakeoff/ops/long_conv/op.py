@@ -1,0 +1,148 @@
+"""The declaration of long_conv: its candidates, checks, buckets, cost and cases."""
+
+import torch
+
+from bakeoff.ops.long_conv.reference import long_conv as reference
+from bakeoff.select.compiled import compiler_missing
+from bakeoff.select.key import round_rows, with_layout
+from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
+
+__all__ = ["OP"]
+
+
+def check(case: Case) -> None:
+    """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
+    _check_kinds(case)
+    u, h = case.u, case.h
+    if len(u.shape) != 3:
+        raise ValueError(f"long_conv: u has shape {u.shape}, expected [B, T, C]; one sequence is u[None]")
+    C = u.shape[2]
+    if len(h.shape) != 2 or h.shape[0] != C:
+        raise ValueError(f"long_conv: h has shape {h.shape}, expected [{C}, L], as u has {C} channels")
+    if h.shape[1] == 0:
+        raise ValueError("long_conv: h has no taps; it needs at least one")
+    if case.skip is not None and case.skip.shape != (C,):
+        raise ValueError(f"long_conv: skip has shape {case.skip.shape}, expected [{C}]")
+    for name in ("gate_in", "gate_out"):
+        gate = case.args[name]
+        if isinstance(gate, TensorMeta) and gate.shape != u.shape:
+            raise ValueError(f"long_conv: {name} has shape {gate.shape}, expected u's, {u.shape}")
+
+
+def _check_kinds(case: Case) -> None:
+    for name in ("u", "h", "skip", "gate_in", "gate_out"):
+        value = case.args[name]
+        if value is None and name not in ("u", "h"):
+            continue
+        if not isinstance(value, TensorMeta):
+            raise TypeError(f"long_conv: {name} must be a tensor, got {value!r}")
+        if not value.dtype.is_floating_point:
+            raise TypeError(f"long_conv: {name} is {value.dtype}; convert it to a floating point dtype")
+    if not isinstance(case.causal, bool):
+        raise TypeError(f"long_conv: causal is {case.causal!r}, expected True or False")
+
+
+def bucket(case: Case) -> Case:
+    """B and T rounded up; a filter that spans the sequence stays so, others keep their length."""
+    B, T, C = case.u.shape
+    shape = (round_rows(B), round_rows(T), C)
+    L = shape[1] if case.h.shape[1] >= T else case.h.shape[1]
+    found = {"h": TensorMeta.dense((C, L), case.h.dtype, grad=case.h.requires_grad)}
+    for name in ("u", "gate_in", "gate_out"):
+        if case.args[name] is not None:
+            found[name] = with_layout(case.args[name], shape)  # type: ignore[arg-type]
+    if case.skip is not None:
+        found["skip"] = TensorMeta.dense((C,), case.skip.dtype, grad=case.skip.requires_grad)
+    return case.replace(**found)
+
+
+def cost(case: Case) -> Cost:
+    """Every argument and the output once; in backward the arguments and the output's gradient once more, and
+    the gradients written. FLOPs are those of one real FFT and its inverse each way, and of the product."""
+    u = case.u
+    read = sum(meta.nbytes for meta in case.tensors.values())
+    length = 2 * max(u.shape[1], 1)
+    flops = u.shape[0] * u.shape[2] * length * (5 * length.bit_length() + 3)
+    if not case.needs_grad:
+        return Cost(read + u.nbytes, flops)
+    gradients = sum(meta.nbytes for meta in case.tensors.values() if meta.requires_grad)
+    return Cost(2 * (read + u.nbytes) + gradients, 3 * flops)
+
+
+def cases() -> list[Case]:
+    """Lengths from 256 to 65,536 as a convolution library lays them out, then every other form once."""
+    half, full = torch.bfloat16, torch.float32
+    return [
+        _case("64x256x768", 64, 256, 768),
+        _case("64x1024x768", 64, 1024, 768),
+        _case("16x2048x768", 16, 2048, 768),
+        _case("8x4096x768", 8, 4096, 768),
+        _case("4x8192x768", 4, 8192, 768),
+        _case("4x16384x768", 4, 16384, 768),
+        _case("2x32768x768", 2, 32768, 768),
+        _case("1x65536x768", 1, 65536, 768),
+        _case("64x1024x768 channel-last", 64, 1024, 768, major=False),
+        _case("4x8192x768 channel-last", 4, 8192, 768, major=False),
+        _case("128 taps", 8, 4096, 768, L=128, major=False),
+        _case("1024 taps", 4, 8192, 768, L=1024, major=False),
+        _case("gates and skip", 16, 2048, 768, gated=True, major=False),
+        _case("fp16", 16, 1024, 768, dtype=torch.float16),
+        _case("fp32", 16, 1024, 768, dtype=full),
+        _case("bf16 filter", 16, 1024, 768, filter_dtype=half),
+        _case("odd", 3, 1001, 45, L=77, gated=True, major=False),
+    ]
+
+
+def _case(
+    name: str,
+    B: int,
+    T: int,
+    C: int,
+    *,
+    L: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    filter_dtype: torch.dtype = torch.float32,
+    gated: bool = False,
+    major: bool = True,
+) -> Case:
+    stride = (C * T, 1, T) if major else (T * C, C, 1)
+    u = TensorMeta((B, T, C), dtype, stride, requires_grad=True)
+    return Case(
+        {
+            "u": u,
+            "h": TensorMeta.dense((C, L or T), filter_dtype, grad=True),
+            "skip": TensorMeta.dense((C,), filter_dtype, grad=True) if gated else None,
+            "gate_in": u if gated else None,
+            "gate_out": u if gated else None,
+            "causal": True,
+        },
+        "cuda",
+        name,
+    )
+
+
+def heuristic(case: Case, regime: str) -> str:
+    """Plain PyTorch, whose FFTs Inductor does not fuse."""
+    del case, regime
+    return "eager"
+
+
+_SOURCES = ("bakeoff.ops.long_conv.reference",)
+
+OP = Op(
+    name="long_conv",
+    reference=reference,
+    candidates=(
+        Candidate("eager", "bakeoff.ops.long_conv.plain:eager", sources=_SOURCES),
+        Candidate(
+            "compiled", "bakeoff.ops.long_conv.plain:compiled", supports=compiler_missing, sources=_SOURCES
+        ),
+    ),
+    check=check,
+    bucket=bucket,
+    cost=cost,
+    cases=cases,
+    heuristic=heuristic,
+    features={"u": 1, "h": 2, "skip": 1, "gate_in": 1, "gate_out": 1},
+    batched=frozenset({"u", "gate_in", "gate_out"}),
+)
