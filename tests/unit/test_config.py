@@ -2,12 +2,25 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakeoff.models import llm_med
-from bakeoff.train.config import Config, ConfigError, Data, Metrics, Optim, Select, Train, resolve, to_toml
+from bakeoff.models import byte_spectral, llm_med
+from bakeoff.train.config import (
+    Config,
+    ConfigError,
+    Data,
+    Metrics,
+    Optim,
+    Select,
+    Train,
+    from_saved,
+    resolve,
+    to_toml,
+    to_tree,
+)
 from bakeoff.train.recipes import RECIPES, recipe
 
 
@@ -105,7 +118,7 @@ def test_printed_toml_reads_back_equal(
         ("model.dropout=true", "model.dropout: expected float, got True"),
         ("optim.lr=nan", "optim.lr: expected float > 0.0, got nan"),
         ("train.precision=fp8", "train.precision: expected one of auto, float32, bf16, got 'fp8'"),
-        ("model.kind=foo", "model.kind: 'foo' is not a model; there is llm-med"),
+        ("model.kind=foo", "model.kind: 'foo' is not a model; there are llm-med, byte-spectral"),
         ("model.d_model=100", "model: d_model=100 must be a multiple of 2*heads=16"),
         ("train.steps=0", "train.steps and train.max_seconds are both 0"),
         ("train.seq_len=4096", "train.seq_len=4096 is longer than model.max_seq_len=1024"),
@@ -150,3 +163,37 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         recipe("llmmed-tiny")
     with pytest.raises(ConfigError, match="There are llm-med, llm-med-tiny"):
         recipe("zzz")
+
+
+# several models --------------------------------------------------------------------------------------------
+
+
+def test_another_kind_of_model_starts_from_its_own_defaults(tmp_path: Path) -> None:
+    base = recipe("llm-med-tiny")
+    chosen = resolve(base, None, ["model.kind=byte-spectral", "model.filter=taps", "model.layers=3"])
+    assert chosen.model == byte_spectral.Config(filter="taps", layers=3)
+    assert chosen.train == base.train
+    file = tmp_path / "other.toml"
+    file.write_text('[model]\nkind = "byte-spectral"\npoles = 4\n')
+    assert resolve(base, file).model == byte_spectral.Config(poles=4)
+    kept = resolve(recipe("byte-spectral"), None, ["model.kind=byte-spectral", "model.poles=4"])
+    assert kept.model == msgspec.structs.replace(recipe("byte-spectral").model, poles=4)
+
+
+def test_a_configuration_of_either_model_is_read_back(tmp_path: Path) -> None:
+    for name in ("llm-med", "byte-spectral-tiny"):
+        file = tmp_path / f"{name}.toml"
+        file.write_text(to_toml(recipe(name)))
+        assert resolve(Config(), file) == recipe(name)
+        assert from_saved(to_tree(recipe(name))) == (recipe(name), [])
+
+
+def test_a_key_of_the_other_model_is_unknown() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'model.poles'"):
+        resolve(recipe("llm-med"), None, ["model.poles=4"])
+    with pytest.raises(ConfigError, match=r"unknown key 'model.kv_heads'"):
+        resolve(recipe("byte-spectral"), None, ["model.kv_heads=4"])
+    with pytest.raises(
+        ConfigError, match=r"model\.filter: expected one of poles, taps, minimum_phase, got 'x'"
+    ):
+        resolve(recipe("byte-spectral"), None, ["model.filter=x"])

@@ -23,7 +23,7 @@ from bakeoff.bench import results
 from bakeoff.bench.contests import open_file
 from bakeoff.bench.results import File
 from bakeoff.graphs.sync import WAITED, sync_mode
-from bakeoff.models.llm_med import LLMMed
+from bakeoff.models import build
 from bakeoff.select import tune, using
 from bakeoff.train import Config, recipe, resolve
 from bakeoff.train.data import Batches, ByteCorpus, split
@@ -136,7 +136,7 @@ def measured(config: Config, device: torch.device, mode: str, steps: int, budget
     _reset_peak(device)
     with using(regime="graph" if captured else "eager"):
         torch.manual_seed(0)
-        model = LLMMed(config.model).to(device).train()
+        model = build(config.model).to(device).train()
         stepper = Stepper(model, config, device)
         batches = _batches(config, device)
         rate = config.optim.lr

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from bakeoff.cli.terminal import console, device_named, working
-from bakeoff.models.llm_med import LLMMed
+from bakeoff.models import build
 from bakeoff.select import TuneReport, using
 from bakeoff.select import tune as tune_step
 from bakeoff.select.render import explained, selection_table
@@ -110,7 +110,7 @@ def rehearsed(
     )
     rows = batches.batch(0).to(device)
     with using(config.select.policy or None, **config.select.ops):
-        model = LLMMed(config.model).to(device).train()
+        model = build(config.model).to(device).train()
         stepper = Stepper(model, config, torch.device(device))
         report = tune_step(
             lambda: stepper.rehearse(rows), budget_s, peers=peers, force=force, announce=announce

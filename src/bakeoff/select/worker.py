@@ -26,6 +26,8 @@ from bakeoff.select.verdict import Verdict
 __all__ = ["Worker", "home_of"]
 
 STAGE_LIMIT_S = 120.0
+STAGE_MARK = b"\0"
+"""What the worker writes to its standard error as a stage begins: complaints before it were about another."""
 
 
 class Request(msgspec.Struct):
@@ -139,7 +141,6 @@ class Worker:
             if answer.error:
                 raise ContestError(answer.error)
             stage = answer.stage
-            self.complaints = b""  # they were about the stage before
             if stage != _candidate(stage):  # a bare name is the next sample, not worth a line
                 self.announce(stage)
 
@@ -148,7 +149,7 @@ class Worker:
         code = self.process.wait()
         self._join()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        lines = self.complaints.decode(errors="replace").splitlines()
+        lines = self.complaints.rpartition(STAGE_MARK)[2].decode(errors="replace").splitlines()
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"crashed: {how}" + (f" ({last[:200]})" if last else "")
 
@@ -242,6 +243,8 @@ def main(descriptor: int) -> None:
     with open(descriptor, "wb", buffering=0) as out:
 
         def say(answer: Answer) -> None:
+            sys.stderr.flush()
+            os.write(2, STAGE_MARK)
             out.write(msgspec.json.encode(answer) + b"\n")
 
         while True:

@@ -26,6 +26,8 @@ import safetensors.torch
 from torch import Tensor
 
 from bakeoff.errors import BakeoffError
+from bakeoff.models import build
+from bakeoff.models.byte_spectral import ByteSpectralLM
 from bakeoff.models.llm_med import LLMMed
 from bakeoff.parallel import ALONE, World
 from bakeoff.train.config import Config, from_saved, to_toml
@@ -256,7 +258,7 @@ def latest(path: str | Path) -> Checkpoint | None:
     return None
 
 
-def load_run(run_dir: str | Path) -> tuple[LLMMed, Config]:
+def load_run(run_dir: str | Path) -> tuple[LLMMed | ByteSpectralLM, Config]:
     """The trained model of a run, on the CPU in evaluation mode, and the run's Config.
 
     `run_dir` is a run's folder (its newest whole checkpoint is taken) or one checkpoint's. Raises
@@ -267,6 +269,6 @@ def load_run(run_dir: str | Path) -> tuple[LLMMed, Config]:
     found = latest(run_dir)
     if found is None:
         raise CheckpointError(f"{run_dir} holds no checkpoint: give the folder that `bakeoff train` printed")
-    model = LLMMed(found.config.model)
+    model = build(found.config.model)
     model.load_state_dict(found.weights)
     return model.eval(), found.config

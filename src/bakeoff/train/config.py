@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from bakeoff.errors import BakeoffError
-from bakeoff.models import llm_med
+from bakeoff.models import byte_spectral, llm_med
 from bakeoff.select import registry
 
 __all__ = [
@@ -35,6 +35,9 @@ __all__ = [
     "to_toml",
     "to_tree",
 ]
+
+_KIND = "kind"
+"""The key of [model] that says which model it is."""
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -154,7 +157,7 @@ class Config(Section, frozen=True):
     """All of a run. Every field has a default; recipes are Configs with other defaults."""
 
     recipe: str = "llm-med"
-    model: llm_med.Config = llm_med.Config()
+    model: llm_med.Config | byte_spectral.Config = llm_med.Config()
     data: Data = Data()
     optim: Optim = Optim()
     train: Train = Train()
@@ -253,9 +256,9 @@ def _known_part(
         if key not in tree:
             if not (section is Select and key in registry):  # an op that nothing is forced for
                 missing.append(name)
-        elif _is_section(kind) and isinstance(tree[key], Mapping):
+        elif (deeper_section := _section(kind, tree[key])) and isinstance(tree[key], Mapping):
             inner: dict[str, Any] = {}
-            deeper = _known_part(tree[key], kind, f"{name}.", inner)
+            deeper = _known_part(tree[key], deeper_section, f"{name}.", inner)
             kept[key], unknown, missing = inner, unknown + deeper[0], missing + deeper[1]
         else:
             kept[key] = tree[key]
@@ -300,8 +303,15 @@ def _hints(section: type) -> dict[str, Any]:
     return {name: hints[name] for name in section.__struct_fields__ if name != "ops"}  # type: ignore[attr-defined]
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+def _section(kind: Any, value: Any = None) -> Any:
+    """The Struct of a section, None for any other type; of several kinds of model the one that the table
+    `value` names, else the first."""
+    members = [kind, *typing.get_args(kind)]
+    members = [m for m in members if isinstance(m, type) and issubclass(m, msgspec.Struct)]
+    if not members:
+        return None
+    named = {member.__struct_config__.tag: member for member in members}
+    return named.get(value.get(_KIND) if isinstance(value, Mapping) else None, members[0])
 
 
 def _lay_over(tree: dict[str, Any], given: Mapping[str, Any], section: type, prefix: str) -> None:
@@ -310,12 +320,15 @@ def _lay_over(tree: dict[str, Any], given: Mapping[str, Any], section: type, pre
         name = f"{prefix}{key}"
         if key not in fields:
             raise ConfigError(f"unknown key {name!r}{_nearest_key(name)}")
-        if _is_section(fields[key]):
+        if _section(fields[key]):
             if not isinstance(value, Mapping):
                 raise ConfigError(
                     f"{name} is a table of keys, got {value!r}: write [{name}] and its keys below"
                 )
-            _lay_over(tree[key], value, fields[key], f"{name}.")
+            if value.get(_KIND, tree[key].get(_KIND)) != tree[key].get(_KIND):
+                tree[key] = {}  # another model: nothing of the first one's shape is meant
+            chosen = _section(fields[key], value if _KIND in value else tree[key])
+            _lay_over(tree[key], value, chosen, f"{name}.")
         else:
             tree[key] = value
 
@@ -325,21 +338,22 @@ def _override(tree: dict[str, Any], override: str) -> None:
     name, text = name.strip(), text.strip()
     if not equals:
         raise ConfigError(f"override {override!r} has no '=': write KEY=VALUE, such as train.steps=100")
-    kind: Any = Config
     *path, last = name.split(".")
+    kind: Any = Config
+    place: Any = tree
     for part in path:
-        kind = _fields(kind).get(part) if _is_section(kind) else None
-    kind = _fields(kind).get(last) if _is_section(kind) else None
-    if kind is None:
+        place = place.get(part, {}) if isinstance(place, Mapping) else {}
+        kind = _section(_fields(kind).get(part), place) if kind else None
+    found = _fields(kind).get(last) if kind else None
+    if found is None:
         raise ConfigError(f"unknown key {name!r}{_nearest_key(name)}")
-    if _is_section(kind):
+    if inner := _section(found):
         raise ConfigError(
-            f"{name} is a table of keys: set one of them, such as {name}.{next(iter(_fields(kind)))}=..."
+            f"{name} is a table of keys: set one of them, such as {name}.{next(iter(_fields(inner)))}=..."
         )
-    place = tree
-    for part in path:
-        place = place[part]
-    place[last] = _parse(text, kind)
+    if path and last == _KIND and place.get(_KIND) != text:
+        place.clear()  # another model: nothing of the first one's shape is meant
+    place[last] = _parse(text, found)
 
 
 def _parse(text: str, kind: Any) -> Any:
@@ -357,7 +371,8 @@ def _parse(text: str, kind: Any) -> Any:
 def _nearest_key(name: str) -> str:
     known = list(_fields(Config))
     for key, kind in _fields(Config).items():
-        known += [f"{key}.{inner}" for inner in _fields(kind)] if _is_section(kind) else []
+        for section_kind in dict.fromkeys([_section(kind), *map(_section, typing.get_args(kind))]):
+            known += [f"{key}.{inner}" for inner in _fields(section_kind)] if section_kind else []
     section, _, last = name.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     anywhere = {key.rpartition(".")[2]: key for key in known}
@@ -367,7 +382,7 @@ def _nearest_key(name: str) -> str:
         close = difflib.get_close_matches(last, candidates, n=1, cutoff=0.6)
         if close:
             return f"; did you mean {candidates[close[0]]}?"
-    inside = section in _fields(Config) and _is_section(_fields(Config)[section])
+    inside = section in _fields(Config) and _section(_fields(Config)[section])
     place, names = (f"[{section}]", siblings) if inside else ("a configuration", _fields(Config))
     return f"; {place} has {', '.join(names)}"
 
@@ -382,11 +397,12 @@ def _readable(error: str, tree: Mapping[str, Any]) -> str:
     section, _, last = key.partition(".")
     if not last:
         return f"{key}: {message}"  # a whole section's own check, which names its keys
-    kind = _fields(_fields(Config)[section]).get(last)
+    kind = _fields(_section(_fields(Config)[section], tree[section])).get(last)
     value = tree[section].get(last)
     if typing.get_origin(kind) is Literal:
         return f"{key}: expected one of {', '.join(typing.get_args(kind))}, got {value!r}"
     if message.startswith("Invalid value"):  # the tag that names the kind of model
-        return f"{key}: {value!r} is not a model; there is {llm_med.Config.__struct_config__.tag}"
+        kinds = (member.__struct_config__.tag for member in typing.get_args(_fields(Config)["model"]))
+        return f"{key}: {value!r} is not a model; there are {', '.join(map(str, kinds))}"
     got = "" if value is None else f", got {value!r}"
     return f"{key}: {message[:1].lower()}{message[1:].partition(', got')[0]}{got}"

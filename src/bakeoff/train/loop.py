@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 
-from bakeoff.models.llm_med import LLMMed
+from bakeoff.models import build
 from bakeoff.parallel import World, joined
 from bakeoff.select import using
 from bakeoff.train.config import Config, ConfigError
@@ -92,7 +92,7 @@ def _train(
     evaluation = held_out_rows(corpus, held_out, config.seq_len, config.train.eval_rows).to(device)
     run_dir, start = open_run(config, world)
     torch.manual_seed(config.train.seed)
-    model = LLMMed(config.model)
+    model = build(config.model)
     if start is not None:
         model.load_state_dict(start.weights)
     model.to(device).train()

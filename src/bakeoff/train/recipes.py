@@ -3,7 +3,9 @@
 import difflib
 from collections.abc import Callable
 
-from bakeoff.models import llm_med
+import msgspec
+
+from bakeoff.models import byte_spectral, llm_med
 from bakeoff.train.config import Config, ConfigError, Optim, Select, Train
 
 __all__ = ["RECIPES", "recipe"]
@@ -40,10 +42,26 @@ def llm_med_base() -> Config:
     )
 
 
+def byte_spectral_tiny() -> Config:
+    """As llm-med-tiny, with long filters in place of attention."""
+    base = llm_med_tiny()
+    model = byte_spectral.Config.sizes("tiny")
+    return msgspec.structs.replace(base, recipe="byte-spectral-tiny", model=model)
+
+
+def byte_spectral_small() -> Config:
+    """As llm-med, with long filters in place of attention."""
+    base = llm_med_small()
+    model = byte_spectral.Config.sizes("small")
+    return msgspec.structs.replace(base, recipe="byte-spectral", model=model)
+
+
 RECIPES: dict[str, Callable[[], Config]] = {
     "llm-med": llm_med_small,
     "llm-med-tiny": llm_med_tiny,
     "llm-med-base": llm_med_base,
+    "byte-spectral": byte_spectral_small,
+    "byte-spectral-tiny": byte_spectral_tiny,
 }
 
 

@@ -1,0 +1,495 @@
+"""ByteSpectralLM: a byte model that mixes time by long causal filters instead of attention.
+
+Bytes become a learned embedding plus the projected spectrum of the last `window` bytes. Each block mixes over
+time by y = q * (h * (k v)), where q, k, v are projections behind a short convolution and h is one long causal
+filter per channel (Fu et al. 2023, H3; Poli et al. 2023, Hyena), then over channels by a gated MLP. A filter
+is the same at every position, so it can't look anything up by content: every `attention_every`-th block may
+use attention instead (Arora et al. 2023, Zoology).
+
+Causal by construction: filters are parametrised in time (a multiplier of frequencies, even on padded rows,
+reaches into the future).
+
+Shapes: B batch, T time, D d_model, K poles a channel, L taps.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Literal, Unpack
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bakeoff.models import llm_med
+from bakeoff.models.llm_med import MLP, Attention, Sampling, check_ids, check_sampling, sample
+from bakeoff.nn import RMSNorm
+from bakeoff.ops import byte_spectral, long_conv, pole_scan, spectral_filter
+from bakeoff.ops.rotary import rotary_tables
+
+__all__ = ["SIZES", "ByteSpectralLM", "Cache", "Config"]
+
+Size = Literal["tiny", "small", "base"]
+Filter = Literal["poles", "taps", "minimum_phase"]
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"d_model": 128, "layers": 2, "heads": 4, "max_seq_len": 256},
+    "small": {"d_model": 384, "layers": 6, "heads": 8, "max_seq_len": 1024},
+    "base": {"d_model": 768, "layers": 12, "heads": 12, "max_seq_len": 2048},
+}
+_SHORT = 4  # taps of the short convolution
+_OVERSAMPLING = 8  # of a minimum-phase filter's frequencies, so that its cepstrum hardly wraps around
+_PEAKS = 64  # control points of its magnitude
+
+
+class Config(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="kind",
+    tag="byte-spectral",
+):
+    """The shape of a `ByteSpectralLM`. Values that contradict each other raise ValueError."""
+
+    d_model: int = 384
+    layers: int = 6
+    d_ff: int = 0
+    """Inner width of the gated MLP; 0 means 8/3 of d_model, rounded up to a multiple of 64."""
+    filter: Filter = "poles"
+    """"poles": sums of damped oscillations, with a state of fixed size for decoding. "taps": free values
+    under a decaying window. "minimum_phase": a free magnitude per frequency, made causal by its cepstrum."""
+    poles: int = 8
+    """Damped oscillations a channel."""
+    taps: int = 0
+    """Length of the other filters; 0 means max_seq_len."""
+    window: int = 64
+    """Bytes that the input's spectrum looks back at."""
+    bins: int = 32
+    """Frequencies of that spectrum."""
+    attention_every: int = 0
+    """Every n-th block attends instead of filtering; 0: none does."""
+    heads: int = 8
+    """Of those blocks."""
+    max_seq_len: int = 1024
+    """The longest row of a model with attention; without, the length that filters are initialised for."""
+    bidirectional: bool = False
+    """An encoder: frequencies of the whole row are filtered, and the mean position is classified."""
+    classes: int = 0
+    """Of the encoder."""
+    norm_eps: float = 1e-6
+    tie: bool = True
+    """The head uses the embedding's weight."""
+
+    def __post_init__(self) -> None:
+        for name in ("d_model", "layers", "poles", "window", "bins", "heads", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("d_ff", "taps", "attention_every", "classes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        pair = 2 * self.heads
+        if self.attention_every and self.d_model % pair:
+            raise ValueError(
+                f"d_model={self.d_model} must be a multiple of 2*heads={pair}, as rotary turns pairs in a "
+                f"head; d_model={math.ceil(self.d_model / pair) * pair} is"
+            )
+        if self.bidirectional != bool(self.classes):
+            raise ValueError(
+                f"bidirectional={self.bidirectional} and classes={self.classes}: an encoder needs both, a "
+                f"language model neither"
+            )
+        if self.bidirectional and self.attention_every:
+            raise ValueError("attention here is causal: attention_every must be 0 in a bidirectional model")
+
+    @classmethod
+    def sizes(cls, size: Size, **overrides: float | bool | str) -> "Config":
+        """The named size, with some fields changed: ``Config.sizes("tiny", filter="taps")``."""
+        if size not in SIZES:
+            raise ValueError(f"no size {size!r}; there are {', '.join(SIZES)}")
+        return msgspec.convert({**SIZES[size], **overrides}, cls)
+
+    @property
+    def vocab(self) -> int:
+        return 256
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.heads
+
+    @property
+    def ff_dim(self) -> int:
+        return self.d_ff or 64 * math.ceil(self.d_model * 8 / 3 / 64)
+
+    @property
+    def n_taps(self) -> int:
+        return self.taps or self.max_seq_len
+
+    def attends(self, layer: int) -> bool:
+        return bool(self.attention_every) and (layer + 1) % self.attention_every == 0
+
+
+class Cache:
+    """What decoding remembers: the last bytes, per filter its state or last inputs, keys and values."""
+
+    def __init__(self, config: Config) -> None:
+        self.length = 0
+        self.bytes: Tensor | None = None
+        self.kept: dict[str, Tensor] = {}
+        """The ends of the sequences behind convolutions, and the states of poles, by layer and place."""
+        attention = llm_med.Config(d_model=2, heads=1, layers=config.layers, max_seq_len=config.max_seq_len)
+        self.attention = llm_med.Cache(attention)
+
+    def behind(self, place: str, x: Tensor, reach: int) -> tuple[Tensor, int]:
+        """x [B, T, C] behind up to `reach` earlier positions, and how many these are; keeps its end."""
+        held = self.kept.get(place)
+        whole = x if held is None else torch.cat([held, x], dim=1)
+        self.kept[place] = whole[:, max(0, whole.shape[1] - reach) :]
+        return whole, whole.shape[1] - x.shape[1]
+
+
+class Poles(nn.Module):
+    """h[n] = Re sum_k coef_k p_k^n + skip [n = 0], p = exp(-e^decay + i theta).
+
+    Time constants are spread from 1 to the model's length, frequencies from 0 to pi; scaled so that noise
+    keeps its variance (as in Orvieto et al. 2023).
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        D, K = config.d_model, config.poles
+        time = torch.exp(torch.rand(D, K) * math.log(config.max_seq_len))
+        self.decay = nn.Parameter(-time.log())
+        self.theta = nn.Parameter(math.pi * torch.rand(D, K) ** 2)
+        scale = (1 - torch.exp(-2 / time)).sqrt() / math.sqrt(K)
+        self.coef = nn.Parameter(torch.randn(D, K, 2) * scale[..., None])
+        self.skip = nn.Parameter(torch.zeros(D))
+
+    def forward(self, k: Tensor, v: Tensor, q: Tensor, cache: Cache | None, place: str) -> Tensor:
+        """q * (h * (k v)), all [B, T, D]."""
+        u = k * v
+        state = None if cache is None else cache.kept.get(place)
+        coef = torch.view_as_complex(self.coef)
+        y, state = pole_scan(u, -self.decay.exp(), self.theta, coef, state=state)
+        if cache is not None:
+            cache.kept[place] = state
+        return q * (y + self.skip.to(u.dtype) * u)
+
+
+class Taps(nn.Module):
+    """h as it is, under a decaying window whose time constants are spread from 1 to its length."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        D, L = config.d_model, config.n_taps
+        time = torch.exp(torch.linspace(0, 1, D)[:, None] * math.log(max(L, 2)))
+        self.taps = nn.Parameter(torch.randn(D, L) / time.sqrt())
+        self.decay = nn.Parameter(-time.log())
+        self.skip = nn.Parameter(torch.zeros(D))
+
+    def response(self) -> Tensor:
+        """h [D, L] in float32."""
+        age = torch.arange(self.taps.shape[1], device=self.taps.device, dtype=torch.float32)
+        return self.taps.float() * torch.exp(-self.decay.float().exp() * age)
+
+    def forward(self, k: Tensor, v: Tensor, q: Tensor, cache: Cache | None, place: str) -> Tensor:
+        """q * (h * (k v)), all [B, T, D]."""
+        h = self.response()
+        if cache is None:
+            return long_conv(v, h, skip=self.skip, gate_in=k, gate_out=q)
+        whole, before = cache.behind(place, k * v, h.shape[1] - 1)
+        return q * long_conv(whole, h, skip=self.skip)[:, before:]
+
+
+class MinimumPhase(Taps):
+    """The causal filter of a free magnitude response: of all with that magnitude the one whose energy comes
+    first. Its log-spectrum is that of the cepstrum folded to positive times (Oppenheim & Schafer, ch. 13).
+    """
+
+    def __init__(self, config: Config) -> None:
+        nn.Module.__init__(self)
+        D, self.length = config.d_model, config.n_taps
+        self.log_magnitude = nn.Parameter(0.3 * torch.randn(D, _PEAKS))
+        self.skip = nn.Parameter(torch.zeros(D))
+
+    def response(self) -> Tensor:
+        """h [D, L] in float32."""
+        n = _OVERSAMPLING * self.length
+        curve = F.interpolate(
+            self.log_magnitude.float()[:, None], n // 2 + 1, mode="linear", align_corners=True
+        )
+        cepstrum = torch.fft.irfft(curve[:, 0], n)
+        folded = F.pad(2 * cepstrum[:, : n // 2], (0, n - n // 2))
+        folded = torch.cat([cepstrum[:, :1], folded[:, 1:]], dim=1)
+        h: Tensor = torch.fft.irfft(torch.fft.rfft(folded).exp(), n)
+        return h[:, : self.length]
+
+
+class WholeRow(nn.Module):
+    """The encoder's filter: a free factor for each of the lower frequencies of the row; 1 at the start."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        shape = (config.max_seq_len // 2 + 1, config.d_model)
+        self.weight = nn.Parameter(torch.stack([torch.ones(shape), torch.zeros(shape)], dim=-1))
+
+    def forward(self, k: Tensor, v: Tensor, q: Tensor, cache: Cache | None, place: str) -> Tensor:
+        """q * filtered(k v), all [B, T, D]."""
+        del cache, place
+        weight = torch.view_as_complex(self.weight)[: k.shape[1] // 2 + 1]
+        return q * spectral_filter(k * v, weight)
+
+
+class Mixer(nn.Module):
+    """out(q * (h * (k v))), q, k, v behind a causal convolution of 4 taps."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        D = config.d_model
+        self.layer = layer
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.short = nn.Parameter(torch.zeros(3 * D, _SHORT))
+        kinds = {"poles": Poles, "taps": Taps, "minimum_phase": MinimumPhase}
+        self.filter = (WholeRow if config.bidirectional else kinds[config.filter])(config)
+        self.out = nn.Linear(D, D, bias=False)
+        with torch.no_grad():
+            self.short[:, 0] = 1.0  # at first q, k and v as they are
+
+    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
+        """x [B, T, D]; returns [B, T, D]."""
+        x = self.qkv(x)
+        whole, before = (x, 0) if cache is None else cache.behind(f"{self.layer} short", x, _SHORT - 1)
+        taps = self.short.to(x.dtype)
+        padded = F.pad(whole, (0, 0, _SHORT - 1, 0))
+        end = padded.shape[1]
+        mixed = sum(taps[:, m] * padded[:, before + _SHORT - 1 - m : end - m] for m in range(_SHORT))
+        q, k, v = mixed.chunk(3, dim=-1)  # type: ignore[union-attr]
+        out: Tensor = self.out(self.filter(k, v, q, cache, f"{self.layer} filter"))
+        return out
+
+
+class Block(nn.Module):
+    """One layer. Takes and returns the stream as (branch, residual); their sum is the stream."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.d_model, config.norm_eps)
+        attends = config.attends(layer)
+        self.attention = Attention(config, layer) if attends else None  # type: ignore[arg-type]
+        self.mixer = None if attends else Mixer(config, layer)
+        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = MLP(config)  # type: ignore[arg-type]
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cache: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:  # the first layer: nothing to add yet
+            h, residual = self.mixer_norm(x), x
+        else:
+            h, residual = self.mixer_norm(x, residual)
+        if self.attention is not None:
+            x = self.attention(h, cos, sin, None if cache is None else cache.attention)
+        elif self.mixer is not None:
+            x = self.mixer(h, cache)
+        h, residual = self.mlp_norm(x, residual)
+        return self.mlp(h), residual
+
+
+class Spectrum(nn.Module):
+    """The projected spectrum of the last bytes, of a learned value of each byte. Starts at 0."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(256)[:, None] / 127.5 - 1 + 0.1 * torch.randn(256, 1))
+        self.window = nn.Parameter(torch.hann_window(2 * config.window + 1)[config.window : -1].clone())
+        self.omega = nn.Parameter(torch.linspace(0, math.pi, config.bins))
+        self.weight = nn.Parameter(torch.zeros(config.bins, config.d_model))
+        self.bias = nn.Parameter(torch.zeros(config.d_model))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, T, D] of ids [B, T] uint8."""
+        return byte_spectral(ids, self.table, self.window, self.omega, weight=self.weight, bias=self.bias)
+
+
+class ByteSpectralLM(nn.Module):
+    """A causal language model over bytes, or with ``bidirectional=True`` an encoder that classifies rows.
+
+    >>> model = ByteSpectralLM(Config.sizes("tiny"))
+    >>> ids = torch.randint(256, (2, 16))
+    >>> logits, _ = model(ids)                     # [2, 16, 256]
+    >>> _, loss = model(ids[:, :-1], ids[:, 1:])   # mean cross entropy in nats
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(256, config.d_model)
+        self.spectrum = Spectrum(config)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
+        own = config.bidirectional or not config.tie
+        self.head = nn.Linear(config.d_model, config.classes or 256, bias=False) if own else None
+        length = config.max_seq_len if config.attention_every else 0
+        cos, sin = rotary_tables(length, config.head_dim if length else 2)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.reset_parameters()
+
+    cos: Tensor
+    sin: Tensor
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal matrices of deviation 0.02; those that end a branch are divided by sqrt(2 * layers), so that
+        the stream's variance does not grow with depth. Filters and spectra keep their own start."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                ends_branch = name.endswith((".out", ".down"))
+                nn.init.normal_(module.weight, std=0.02 * (2 * self.config.layers) ** (-0.5 * ends_branch))
+
+    def forward(
+        self, ids: Tensor, targets: Tensor | None = None, *, return_logits: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(logits, loss) of whole rows.
+
+        Args:
+            ids: [B, T] bytes, uint8, int32 or int64, T >= 1 (with attention T <= config.max_seq_len). Their
+                values are not checked, which would wait for the device.
+            targets: [B, T] next bytes, or of an encoder [B] classes; -100 where none counts.
+            return_logits: give logits beside the loss, too.
+
+        Returns:
+            logits [B, T, 256] (of an encoder [B, classes]), or None with targets unless asked for; loss, the
+            mean cross entropy in nats, a float32 scalar (float64 in a float64 model), or None.
+
+        Raises:
+            TypeError: ids or targets of another dtype. ValueError: another shape, or T too long.
+        """
+        self._check(ids)
+        if targets is not None:
+            wanted = ids.shape[:1] if self.config.bidirectional else ids.shape
+            if targets.shape != wanted:
+                raise ValueError(
+                    f"targets have shape {tuple(targets.shape)}, expected {tuple(wanted)} for ids "
+                    f"{tuple(ids.shape)}"
+                )
+        logits = self._logits(ids, None)
+        if targets is None:
+            return logits, None
+        exact = logits if logits.dtype == torch.float64 else logits.float()
+        loss = F.cross_entropy(exact.flatten(0, -2), targets.flatten().long())
+        return (logits if return_logits else None), loss
+
+    def decode(self, ids: Tensor, cache: Cache) -> Tensor:
+        """Logits [B, T, 256] of ids [B, T] that follow what `cache` holds; the cache then holds them, too.
+
+        With poles and without attention a step costs the same however long the text is.
+        """
+        if self.config.bidirectional:
+            raise ValueError("an encoder sees whole rows and can't decode: use bidirectional=False")
+        self._check(ids, cache.length)
+        logits = self._logits(ids, cache)
+        cache.length += ids.shape[1]
+        cache.attention.length = cache.length
+        return logits
+
+    def _check(self, ids: Tensor, held: int = 0) -> None:
+        check_ids("ids", ids)
+        length, limit = held + ids.shape[1], self.config.max_seq_len
+        if length > limit and (self.config.attention_every or self.config.bidirectional):
+            raise ValueError(
+                f"a row of {length} bytes is longer than max_seq_len={limit}: cut it, or build the model "
+                f"with Config(max_seq_len={length}) or more"
+            )
+
+    def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:
+        start = cache.length if cache is not None else 0
+        cos, sin = self.cos[start : start + ids.shape[1]], self.sin[start : start + ids.shape[1]]
+        x, residual = self.embed(ids.long()) + self._spectra(ids.to(torch.uint8), cache), None
+        for block in self.blocks:
+            x, residual = block(x, residual, cos, sin, cache)
+        x, _ = self.norm(x, residual)
+        if self.config.bidirectional:
+            x = x.mean(dim=1)
+        return F.linear(x, self.embed.weight if self.head is None else self.head.weight)
+
+    def _spectra(self, ids: Tensor, cache: Cache | None) -> Tensor:
+        if cache is None:
+            return self.spectrum(ids)  # type: ignore[no-any-return]
+        whole = ids if cache.bytes is None else torch.cat([cache.bytes, ids], dim=1)
+        cache.bytes = whole[:, max(0, whole.shape[1] - self.config.window + 1) :]
+        return self.spectrum(whole)[:, whole.shape[1] - ids.shape[1] :]  # type: ignore[no-any-return]
+
+    def flops_per_token(self, length: int) -> int:
+        """Floating-point operations of forward and backward per byte, in rows of `length` bytes.
+
+        6 per weight of a matrix product, 6 * d_model * length for each layer of causal attention, and those
+        of two real FFTs of twice the length for each filter, three times.
+        """
+        config = self.config
+        products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        products += self.embed.weight.numel() if self.head is None else 0
+        products += config.window * 2 * config.bins + self.spectrum.weight.numel()
+        attending = sum(config.attends(layer) for layer in range(config.layers))
+        fft = 3 * 2 * 2 * 5 * math.ceil(math.log2(2 * max(length, 1)))
+        mixing = 6 * attending * length + (config.layers - attending) * fft
+        return 6 * products + config.d_model * mixing
+
+    def generate(self, prompt: Tensor, max_new: int, **sampling: Unpack[Sampling]) -> Tensor:
+        """prompt [B, T] continued by `max_new` sampled bytes: [B, T + max_new], int64.
+
+        Keywords and errors are those of `stream`.
+        """
+        new = [symbols[:, None] for symbols in self.stream(prompt, max_new, **sampling)]
+        return torch.cat([prompt.long(), *new], dim=1)
+
+    def stream(
+        self,
+        prompt: Tensor,
+        max_new: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Yields `max_new` times the next byte of every row, [B] int64.
+
+        Keywords and errors are those of `LLMMed.stream`. A model with attention rebuilds its cache from the
+        last half of the window when it is full; others go on without end.
+        """
+        check_ids("prompt", prompt)
+        check_sampling(max_new, temperature, top_k, top_p)
+        if seed is not None:
+            if generator is not None:
+                raise ValueError("give seed or generator, not both")
+            generator = torch.Generator(prompt.device).manual_seed(seed)
+        return self._stream(prompt.long(), max_new, temperature, top_k, top_p, generator)
+
+    def _stream(
+        self,
+        seen: Tensor,
+        max_new: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        generator: torch.Generator | None,
+    ) -> Iterator[Tensor]:
+        limit = self.config.max_seq_len if self.config.attention_every else 2**62
+        seen = seen[:, -limit:]
+        fresh, cache = seen, Cache(self.config)
+        for _ in range(max_new):
+            if cache.length + fresh.shape[1] > limit:
+                fresh, cache = seen[:, -max(1, limit // 2) :], Cache(self.config)
+            with torch.no_grad():  # not around the yield, where it would switch the caller's gradients off
+                logits = self.decode(fresh, cache)[:, -1]
+                new = sample(logits, temperature, top_k, top_p, generator)
+            fresh = new[:, None]
+            if limit < 2**62:  # what a full cache is rebuilt from
+                seen = torch.cat([seen, fresh], dim=1)[:, -limit:]
+            yield new

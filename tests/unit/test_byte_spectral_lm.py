@@ -1,0 +1,186 @@
+"""ByteSpectralLM: causality, decoding with state, the filters, what it refuses."""
+
+import math
+
+import pytest
+import torch
+
+import bakeoff
+from bakeoff.models.byte_spectral import SIZES, ByteSpectralLM, Cache, Config, MinimumPhase
+
+SMALL = {"d_model": 16, "layers": 2, "heads": 2, "max_seq_len": 24, "poles": 3, "window": 8, "bins": 5}
+SHAPES: dict[str, dict[str, object]] = {
+    "poles": {},
+    "taps": {"filter": "taps"},
+    "short taps": {"filter": "taps", "taps": 7},
+    "minimum phase": {"filter": "minimum_phase"},
+    "attention": {"attention_every": 2},
+    "attention alone": {"attention_every": 1},
+    "own head": {"tie": False},
+}
+EVERY = pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
+
+
+def perturbed(dtype: torch.dtype = torch.float64, **changes: object) -> ByteSpectralLM:
+    """A small model whose weights are far from their start, where residual branches hardly matter."""
+    torch.manual_seed(0)
+    model = ByteSpectralLM(Config(**{**SMALL, **changes}))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.to(dtype)
+
+
+@EVERY
+def test_shapes_loss_and_a_gradient_for_every_parameter(changes: dict[str, object]) -> None:
+    model = perturbed(torch.float32, **changes)
+    ids = torch.randint(256, (3, 11))
+    logits, none = model(ids)
+    assert logits.shape == (3, 11, 256)
+    assert none is None
+    hidden, loss = model(ids, ids.roll(-1, 1))
+    assert hidden is None
+    assert loss.dtype == torch.float32
+    expected = -logits.log_softmax(-1).gather(-1, ids.roll(-1, 1)[..., None]).mean()
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()]
+    assert without == []
+
+
+def test_untrained_loss_is_that_of_a_blind_guess() -> None:
+    model = ByteSpectralLM(Config.sizes("tiny"))
+    _, loss = model(torch.randint(256, (4, 64)), torch.randint(256, (4, 64)))
+    assert loss.item() == pytest.approx(math.log(256), abs=0.15)
+
+
+@EVERY
+def test_the_leak_guard_lets_it_pass_with_any_parameters(changes: dict[str, object]) -> None:
+    bakeoff.assert_causal(perturbed(torch.float32, **changes), length=20)
+
+
+@EVERY
+def test_decoding_equals_the_whole_pass(changes: dict[str, object]) -> None:
+    """In pieces of one and of several bytes, beyond what windows and short filters hold."""
+    model = perturbed(**changes)
+    ids = torch.randint(256, (2, 23))
+    whole, _ = model(ids)
+    for cuts in ([1] * 23, [9, 1, 1, 5, 7], [23]):
+        cache = Cache(model.config)
+        pieces = [model.decode(piece, cache) for piece in ids.split(cuts, dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_a_step_with_poles_keeps_a_state_of_fixed_size() -> None:
+    model = perturbed()
+    cache = Cache(model.config)
+
+    def held() -> int:
+        assert cache.bytes is not None
+        return cache.bytes.numel() + sum(kept.numel() for kept in cache.kept.values())
+
+    model.decode(torch.randint(256, (1, 30)), cache)
+    before = held()
+    for _ in range(40):
+        model.decode(torch.randint(256, (1, 1)), cache)
+    assert held() == before
+
+
+@EVERY
+def test_generate_goes_on_past_its_length(changes: dict[str, object]) -> None:
+    model = perturbed(torch.float32, **changes)
+    prompt = torch.randint(256, (2, 5))
+    text = model.generate(prompt, 40, temperature=0.0)
+    assert text.shape == (2, 45)
+    assert torch.equal(text[:, :5], prompt)
+    assert torch.equal(text, model.generate(prompt, 40, temperature=0.0))
+    first, _ = model(prompt)
+    assert torch.equal(text[:, 5], first[:, -1].argmax(-1))
+
+
+def test_minimum_phase_keeps_the_magnitude_and_has_its_energy_first() -> None:
+    torch.manual_seed(0)
+    filtered = MinimumPhase(Config(**{**SMALL, "max_seq_len": 512}))
+    h = filtered.response().double()
+    got = torch.fft.rfft(h, 8 * 512).abs().log()
+    wanted = torch.nn.functional.interpolate(
+        filtered.log_magnitude.double()[:, None], 4 * 512 + 1, mode="linear", align_corners=True
+    )[:, 0]
+    assert float((got - wanted).square().mean().sqrt().detach()) < 5e-3, "but for corners, which taps round"
+    energy = h.square().cumsum(1)
+    turned = torch.flip(h, [1]).square().cumsum(1)
+    assert bool((energy >= turned - 1e-9).all())
+
+
+def test_an_encoder_sees_both_ways_and_classifies() -> None:
+    model = perturbed(torch.float32, bidirectional=True, classes=3)
+    ids = torch.randint(256, (4, 11))
+    logits, _ = model(ids)
+    assert logits.shape == (4, 3)
+    _, loss = model(ids, torch.tensor([0, 2, 1, -100]))
+    expected = torch.nn.functional.cross_entropy(logits[:3], torch.tensor([0, 2, 1]))
+    torch.testing.assert_close(loss, expected)
+    with pytest.raises(ValueError, match="can't decode"):
+        model.generate(ids, 3)
+    hidden = model.blocks[0].mixer
+    x = torch.randn(1, 11, 16)
+    other = x.clone()
+    other[:, -1] += 1
+    assert not torch.allclose(hidden(x, None)[:, 0], hidden(other, None)[:, 0])
+
+
+def test_it_trains() -> None:
+    """A rule that needs eight bytes of memory: the byte eight before comes again."""
+    torch.manual_seed(0)
+    model = ByteSpectralLM(Config(**{**SMALL, "d_model": 32, "layers": 1}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = last = 0.0
+    for step in range(150):
+        ids = torch.randint(4, (16, 8)).repeat(1, 3)
+        _, loss = model(ids[:, :-1], ids[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        first, last = (loss.item(), 0.0) if step == 0 else (first, loss.item())
+    assert last < 0.75 * math.log(4) < first
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 0}, "layers=0 must be at least 1"),
+        ({"attention_every": -1}, "attention_every=-1 must not be negative"),
+        (
+            {"attention_every": 2, "d_model": 18},
+            r"d_model=18 must be a multiple of 2\*heads=4.*d_model=20 is",
+        ),
+        ({"bidirectional": True}, "an encoder needs both"),
+        ({"classes": 3}, "an encoder needs both"),
+        ({"bidirectional": True, "classes": 2, "attention_every": 1}, "attention here is causal"),
+    ],
+)
+def test_a_shape_that_contradicts_itself_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(**{**SMALL, **changes})  # type: ignore[arg-type]
+
+
+def test_an_unknown_filter_or_size_is_refused() -> None:
+    with pytest.raises(Exception, match="Invalid enum value 'waves'"):
+        Config.sizes("tiny", filter="waves")
+    with pytest.raises(ValueError, match="no size 'huge'; there are tiny, small, base"):
+        Config.sizes("huge")  # type: ignore[arg-type]
+    assert set(SIZES) == {"tiny", "small", "base"}
+
+
+def test_bad_input_names_the_fix() -> None:
+    model = perturbed(torch.float32)
+    ids = torch.randint(256, (2, 5))
+    with pytest.raises(TypeError, match="expected uint8, int32 or int64"):
+        model(ids.float())
+    with pytest.raises(ValueError, match="ids are empty"):
+        model(ids[:0])
+    with pytest.raises(ValueError, match=r"targets have shape \(2, 4\), expected \(2, 5\)"):
+        model(ids, ids[:, :4])
+    with pytest.raises(ValueError, match="longer than max_seq_len=24"):
+        perturbed(torch.float32, attention_every=2)(torch.randint(256, (1, 25)))
+    assert model(torch.randint(256, (1, 60)))[0].shape == (1, 60, 256), "filters have no longest row"
