@@ -208,7 +208,7 @@ def modules() -> list[str]:
 
 @pytest.mark.parametrize("name", modules())
 def test_docstring_examples(name: str) -> None:
-    if name.endswith((".kernels", ".autograd", ".launch")):
+    if ".kernels" in name or name.endswith((".autograd", ".launch", ".rows", ".run")):
         pytest.importorskip("triton")
     module = importlib.import_module(name)
     failed, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)

@@ -127,7 +127,30 @@ def heuristic(case: Case, regime: str) -> str:
     return "eager"
 
 
+def _toeplitz(case: Case) -> str | None:
+    """Why the Triton candidate can't take these arguments."""
+    if not case.causal:
+        return "only causal filters"
+    u, rest = case.u, [case.args[name] for name in ("h", "skip", "gate_in", "gate_out")]
+    given = [meta for meta in rest if isinstance(meta, TensorMeta)]
+    if torch.float64 in [u.dtype, *(meta.dtype for meta in given)]:
+        return "no float64"
+    if any(meta.dtype != u.dtype for meta in given if len(meta.shape) == 3):
+        return "the gates must have u's dtype"
+    if u.numel == 0:
+        return "nothing to compute"
+    return None
+
+
 _SOURCES = ("bakeoff.ops.long_conv.reference",)
+_HERE = "bakeoff.ops.long_conv"
+_TRITON_SOURCES = (
+    f"{_HERE}.kernels.pack",
+    f"{_HERE}.kernels.toeplitz",
+    f"{_HERE}.rows",
+    f"{_HERE}.run",
+    "bakeoff.launch",
+)
 
 OP = Op(
     name="long_conv",
@@ -136,6 +159,14 @@ OP = Op(
         Candidate("eager", "bakeoff.ops.long_conv.plain:eager", sources=_SOURCES),
         Candidate(
             "compiled", "bakeoff.ops.long_conv.plain:compiled", supports=compiler_missing, sources=_SOURCES
+        ),
+        Candidate(
+            "toeplitz",
+            "bakeoff.ops.long_conv.autograd:toeplitz",
+            requires=("triton",),
+            supports=_toeplitz,
+            sources=_TRITON_SOURCES,
+            launches="bakeoff.launch:launches",
         ),
     ),
     check=check,

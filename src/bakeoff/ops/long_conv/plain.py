@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from bakeoff.ops.long_conv.reference import fast_length, spread, widest
+from bakeoff.ops.long_conv.reference import empty, fast_length, spread, widest
 from bakeoff.select.compiled import compiled as compile_formula
 
 __all__ = ["compiled", "eager"]
@@ -16,7 +16,7 @@ def eager(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) 
     PyTorch has no FFT in bfloat16, and one of powers of two alone in float16.
     """
     if u.numel() == 0:
-        return torch.clone(u)
+        return empty(u, h, skip, gate_in, gate_out)
     v = u if gate_in is None else (u * gate_in).to(u.dtype)
     wide = widest(u, h, skip)
     T = u.shape[1]

@@ -2,7 +2,7 @@
 
 import torch
 
-__all__ = ["fast_length", "long_conv", "spread", "widest"]
+__all__ = ["empty", "fast_length", "long_conv", "spread", "widest"]
 
 
 def long_conv(
@@ -18,7 +18,7 @@ def long_conv(
     In float64 it differs from the sum over s, term by term, by some 1e-15 of the largest output.
     """
     if u.numel() == 0:
-        return u.clone()
+        return empty(u, h, skip, gate_in, gate_out)
     wide = widest(u, h, skip, gate_in, gate_out)
     v = u.to(wide) if gate_in is None else u.to(wide) * gate_in.to(wide)
     T = u.shape[1]
@@ -29,6 +29,11 @@ def long_conv(
     if skip is not None:
         y = y + v * skip.to(wide)
     return (y if gate_out is None else y * gate_out.to(wide)).to(u.dtype)
+
+
+def empty(u: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+    """What an empty u gives: nothing, with zeros for the gradients of `others`."""
+    return (u + 0 * sum(other.sum() for other in others if other is not None)).to(u.dtype)
 
 
 def spread(h: torch.Tensor, n: int, causal: bool) -> torch.Tensor:
@@ -50,5 +55,12 @@ _ODD: tuple[int, ...] = tuple(sorted(3**a * 5**b for a in range(7) for b in rang
 
 
 def fast_length(least: int) -> int:
-    """A small even n >= least without prime factors above 5: what FFTs are fast at."""
+    """A small even n >= least without prime factors above 5: what FFTs are fast at.
+
+    In torch.compile a multiple of 2^b, with no prime above 127 for n up to 500,000: a formula that leaves the
+    length open, where others would have it compile anew for every length.
+    """
+    if torch.compiler.is_compiling():
+        step = 16 if least <= 2048 else 256 if least <= 32768 else 4096
+        return -(-least // step) * step
     return min(odd << max(1, (-(-least // odd) - 1).bit_length()) for odd in _ODD)

@@ -1,0 +1,132 @@
+"""The Triton candidates of long_conv: their kernels under autograd, and as ops for torch.compile."""
+
+from typing import Any
+
+import torch
+
+from bakeoff.ops.long_conv.rows import room_like
+from bakeoff.ops.long_conv.run import run_backward, run_forward
+
+__all__ = ["toeplitz"]
+
+_TWICE = (
+    "long_conv's toeplitz candidate can't be differentiated twice; "
+    "pass impl='eager' or use bakeoff.using(long_conv='eager')"
+)
+
+
+class _LongConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any) -> Any:
+        keep = gate_out is not None and ctx.needs_input_grad[4]
+        out, y = run_forward(u, h, skip, gate_in, gate_out, keep)
+        ctx.save_for_backward(u, h, skip, gate_in, gate_out, y)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            return _Recorded.apply(ctx, dout, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return _gradients(ctx, dout)
+
+
+class _Recorded(torch.autograd.Function):
+    """The backward as a node of its own, so that differentiating it again raises instead of giving zeros."""
+
+    @staticmethod
+    def forward(_: Any, node: Any, dout: Any, *_saved: Any) -> Any:
+        return _gradients(node, dout)
+
+    @staticmethod
+    def backward(*_: Any) -> Any:
+        raise RuntimeError(_TWICE)
+
+
+def _gradients(ctx: Any, dout: Any) -> tuple[torch.Tensor | None, ...]:
+    u, h, skip, gate_in, gate_out, y = ctx.saved_tensors
+    return run_backward(dout, u, h, skip, gate_in, gate_out, y, ctx.needs_input_grad)
+
+
+@torch.library.custom_op("bakeoff::long_conv_forward", mutates_args=())
+def _forward_op(
+    u: torch.Tensor,
+    h: torch.Tensor,
+    skip: torch.Tensor | None,
+    gate_in: torch.Tensor | None,
+    gate_out: torch.Tensor | None,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, y = run_forward(u, h, skip, gate_in, gate_out, keep)
+    return out, u.new_empty(0) if y is None else y
+
+
+@_forward_op.register_fake
+def _(u: Any, _h: Any, _skip: Any, _gate_in: Any, _gate_out: Any, keep: bool) -> Any:
+    out = room_like(u)
+    return out, torch.empty_like(out) if keep else u.new_empty(0)
+
+
+@torch.library.custom_op("bakeoff::long_conv_backward", mutates_args=())
+def _backward_op(
+    dout: torch.Tensor,
+    u: torch.Tensor,
+    h: torch.Tensor,
+    skip: torch.Tensor | None,
+    gate_in: torch.Tensor | None,
+    gate_out: torch.Tensor | None,
+    y: torch.Tensor,
+    wanted: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    found = run_backward(dout, u, h, skip, gate_in, gate_out, y, wanted)
+    du, dh, dskip, din, dgate = (u.new_empty(0) if g is None else g for g in found)
+    return du, dh, dskip, din, dgate
+
+
+@_backward_op.register_fake
+def _(
+    dout: Any, u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, y: Any, wanted: list[bool]
+) -> Any:  # fmt: skip
+    none = u.new_empty(0)
+    moves, tunes = wanted[0] or wanted[3], wanted[1] or wanted[2]
+    return (
+        room_like(u) if moves else none,
+        h.new_empty(h.shape) if tunes else none.clone(),
+        skip.new_empty(skip.shape) if tunes and skip is not None else none.clone(),
+        room_like(u) if wanted[3] else none.clone(),
+        dout * y if wanted[4] else none.clone(),
+    )
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:5], output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients_op(ctx: Any, dout: Any, _: Any) -> Any:
+    wanted = ctx.needs_input_grad[:5]
+    found = _backward_op(dout, *ctx.saved_tensors, list(wanted))
+    return (*(gradient if want else None for gradient, want in zip(found, wanted, strict=True)), None)
+
+
+_forward_op.register_autograd(_gradients_op, setup_context=_save)
+
+
+def toeplitz(
+    u: torch.Tensor,
+    h: torch.Tensor,
+    skip: torch.Tensor | None,
+    gate_in: torch.Tensor | None,
+    gate_out: torch.Tensor | None,
+    causal: bool,
+) -> torch.Tensor:
+    """The ``toeplitz`` candidate; `causal` is True, as its declaration asks for."""
+    del causal
+    given = [t for t in (u, h, skip, gate_in, gate_out) if t is not None]
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    if torch.compiler.is_compiling():
+        keep = grad and gate_out is not None and gate_out.requires_grad
+        out: torch.Tensor = _forward_op(u, h, skip, gate_in, gate_out, keep)[0]
+        return out
+    if grad:
+        return _LongConv.apply(u, h, skip, gate_in, gate_out)  # type: ignore[no-any-return, no-untyped-call]
+    return run_forward(u, h, skip, gate_in, gate_out, False)[0]

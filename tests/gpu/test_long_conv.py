@@ -1,0 +1,104 @@
+"""long_conv on a CUDA device: the op's grid at full size, graphs, torch.compile, autocast, huge tensors."""
+
+import pytest
+import torch
+
+from bakeoff.ops.long_conv import OP, long_conv
+from bakeoff.ops.long_conv.autograd import _forward_op
+from bakeoff.ops.long_conv.reference import long_conv as reference
+from bakeoff.select.verify import verify, yardsticks
+
+IMPL = "toeplitz"
+SHORT = [case for case in OP.cases() if case.u.shape[1] <= 8192]
+
+
+def tensors(B, T, C, L, dtype=torch.bfloat16, major=False, narrow=False):
+    def like_u():
+        x = (
+            torch.randn(B, C, T, device="cuda").transpose(1, 2)
+            if major
+            else torch.randn(B, T, C, device="cuda")
+        )
+        return x.to(dtype).requires_grad_()
+
+    kind = dtype if narrow else torch.float32
+    h = (torch.randn(C, L, device="cuda") / L**0.5).to(kind).requires_grad_()
+    return [like_u(), h, torch.randn(C, device="cuda").to(kind).requires_grad_(), like_u(), like_u()]
+
+
+def step(args, impl=IMPL):
+    out = long_conv(args[0], args[1], skip=args[2], gate_in=args[3], gate_out=args[4], impl=impl)
+    return (out, *torch.autograd.grad(out, args, torch.ones_like(out)))
+
+
+@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
+def test_the_grid_passes_the_contest_verification(case):
+    _, deterministic = verify(OP, OP.candidate(IMPL), yardsticks(OP, case))
+    assert deterministic
+
+
+@pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 37, 5, 9), (2, 129, 45, 200), (2, 640, 8, 640)], ids=str)
+def test_odd_shapes(shape, dtype, major):
+    args = tensors(*shape, dtype, major)
+    wide = [a.detach().double().requires_grad_() for a in args]
+    out = reference(*wide, True)
+    want = (out, *torch.autograd.grad(out, wide, torch.ones_like(out)))
+    for mine, exact in zip(step(args), want, strict=True):
+        error = (mine.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
+        assert error < max(4 * torch.finfo(dtype).eps, 5e-6)
+
+
+def test_graph_capture_and_repetition():
+    torch.use_deterministic_algorithms(True)
+    args = tensors(4, 500, 64, 500)
+    step(args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(args)
+    with torch.no_grad():
+        args[0].copy_(torch.randn_like(args[0]))
+    graph.replay()
+    for a, b in zip(captured, step(args), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_torch_compile_whole_with_any_length():
+    def call(u, h, skip, gate_in, gate_out):
+        return long_conv(u, h, skip=skip, gate_in=gate_in, gate_out=gate_out, impl=IMPL)
+
+    compiled = torch.compile(call, fullgraph=True)
+    for T in (16, 65, 200, 301):
+        args = tensors(2, T, 40, 150)
+        out = compiled(*args)
+        got = (out, *torch.autograd.grad(out, args, torch.ones_like(out)))
+        for a, b in zip(got, step(args), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_opcheck():
+    torch.library.opcheck(_forward_op, (*tensors(2, 70, 40, 30), True))
+
+
+def test_autocast_does_not_narrow_it():
+    args = tensors(2, 100, 40, 100, torch.float32)
+    outside = step(args)
+    with torch.autocast("cuda", torch.bfloat16):
+        inside = step(args)
+    assert all(torch.equal(a, b) for a, b in zip(outside, inside, strict=True))
+
+
+def test_more_than_two_to_the_31_elements():
+    with torch.no_grad():
+        T, C = 2048, 1024
+        B = (1 << 31) // (T * C) + 2
+        h = torch.randn(C, 64, device="cuda", dtype=torch.bfloat16)
+        for shape in ((B, T, C), (B, C, T)):
+            u = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+            u = u if shape[2] == C else u.transpose(1, 2)
+            y = long_conv(u, h, impl=IMPL)
+            for b in (0, B - 1):
+                assert torch.equal(y[b : b + 1], long_conv(u[b : b + 1], h, impl=IMPL))
+            del u, y
