@@ -7,6 +7,8 @@ import torch
 
 from aot import SHARED_LIMIT, TARGETS, Built, build
 from bakeoff.ops.byte_spectral import OP, kernels
+from bakeoff.ops.byte_spectral.kernels import backward as backward_room
+from bakeoff.ops.byte_spectral.kernels import forward as forward_room
 from bakeoff.ops.byte_spectral.reference import EPS
 from bakeoff.select.op import Case
 
@@ -55,7 +57,7 @@ def without(names: str, *tables: dict[str, Any]) -> list[dict[str, Any]]:
 def compiled(kernel: Any, signature: Any, constants: Any, tiling: kernels.Tiling, target: str) -> Built:
     span = kernels.span(tiling.positions, constants["W"])
     constants |= {"BT": tiling.positions, "BD": tiling.channels, "SPAN": span}
-    stages = {} if kernel is kernels._forward else {"num_stages": kernels.STAGES}
+    stages = {} if kernel is forward_room._forward else {"num_stages": kernels.STAGES}
     return build(kernel, signature, constants, target, num_warps=tiling.warps, **stages)
 
 
@@ -63,7 +65,7 @@ def forward(case: Case, target: str) -> Built:
     signature, constants = arguments(case, target)
     signature["out"] = TYPES[(case.weight or case.table).dtype]
     tiling = kernels.forward_tiling(constants["D"], constants["SPLIT"], MAJOR[target])
-    return compiled(kernels._forward, signature, constants, tiling, target)
+    return compiled(forward_room._forward, signature, constants, tiling, target)
 
 
 def signal(case: Case, target: str) -> Built:
@@ -72,7 +74,7 @@ def signal(case: Case, target: str) -> Built:
     signature |= dict.fromkeys(("tiles", "columns", "first"), "i64")
     constants |= {"TABLE": True, "WINDOW": True, "OMEGA": case.omega is not None}
     tiling, _ = kernels.backward_tiling(constants["D"], constants["SPLIT"], SMS[target], MAJOR[target])
-    return compiled(kernels._backward_signal, signature, constants, tiling, target)
+    return compiled(backward_room._backward_signal, signature, constants, tiling, target)
 
 
 def projection(case: Case, target: str) -> Built:
@@ -81,7 +83,7 @@ def projection(case: Case, target: str) -> Built:
     signature |= dict.fromkeys(("tiles", "columns"), "i64")
     constants |= {"BIAS": case.bias is not None}
     _, tiling = kernels.backward_tiling(constants["D"], constants["SPLIT"], SMS[target], MAJOR[target])
-    return compiled(kernels._backward_weight, signature, constants, tiling, target)
+    return compiled(backward_room._backward_weight, signature, constants, tiling, target)
 
 
 def check(built: Built, spills: int) -> None:
@@ -119,5 +121,5 @@ def test_sum_of_partials(target: str) -> None:
     signature |= dict.fromkeys(("columns", "split", "a", "b", "c", "d"), "i64")
     signature |= dict.fromkeys(("above", "below"), "i32")
     constants = {"ROWS": kernels.ROWS, "COLUMNS": kernels.COLUMNS}
-    built = build(kernels._sum_partials, signature, constants, target, num_warps=kernels.SUM_WARPS)
+    built = build(backward_room._sum_partials, signature, constants, target, num_warps=kernels.SUM_WARPS)
     assert built.spills == 0

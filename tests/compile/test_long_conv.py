@@ -1,12 +1,17 @@
 """Every long_conv kernel in its production tilings, built for GPUs that need not be here."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import bakeoff
 from aot import SHARED_LIMIT, TARGETS, Built, build
+from bakeoff.ops.long_conv.fft import KERNELS, SOURCE
 from bakeoff.ops.long_conv.kernels import pack, toeplitz
+from bakeoff.ops.long_conv.plan import Plan, plan, shared_bytes
+from nvrtc import build as build_cuda
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
@@ -20,7 +25,7 @@ def compiled(kernel, dtype, target, constants, **options) -> Built:
     for name in kernel.arg_names:
         if name in constants:
             continue
-        size = name in SIZES or len(name) == 1 and name.isupper() or re.search(r"_[btcl]8?$", name)
+        size = name in SIZES or (len(name) == 1 and name.isupper()) or re.search(r"_[btcl]8?$", name)
         if name == "ONE":
             signature[name] = "fp32"
         elif size:
@@ -107,3 +112,34 @@ def test_filters_copies_and_their_gradients_sum(target):
     assert compiled(toeplitz._shift, torch.bfloat16, target, shift, num_warps=4).spills == 0
     gather = {"PIECE": 64, "WIDE": 128, "SIZE": 1024}
     assert compiled(toeplitz._gather, torch.bfloat16, target, gather, num_warps=4).spills == 0
+
+
+# Bytes of local memory a thread is known to need: 16,384 values are 64 registers' worth of the 128 that one
+# of 512 threads may have, and `correlate` holds a second set; sm_100 spills part of every inner transform.
+SPILLS = {
+    (512, 1): 0, (2048, 1): 200, (4096, 1): 200, (8192, 1): 650, (16384, 1): 450, (16384, 4): 720,
+    (8192, 16): 600,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
+@pytest.mark.parametrize("how", SPILLS, ids=str)
+def test_ffts_stay_in_registers(how, target):
+    options = [*Plan(*how).options, "-DDATA=1"]
+    built = build_cuda(Path(bakeoff.__file__).parent / SOURCE, options, target)
+    assert set(built) == set(KERNELS)
+    for name in ("convolve", "correlate", "spectrum"):
+        assert built[name].spills <= SPILLS[how]
+    assert max(built["combine"].spills, built["finish"].spills) <= 8
+
+
+def test_ffts_fit_into_shared_memory():
+    """Of a data-centre GPU up to 16,384 values, of a consumer's, with 99 KiB, up to 8,192."""
+    for T in (1, 256, 257, 4096, 8192, 100_000):
+        for limit in (*(SHARED_LIMIT[name] for name in ("sm_80", "sm_90")), 99 << 10):
+            how = plan(T, T, limit)
+            assert how.total >= 2 * T - 1
+            assert shared_bytes(how.n, keeps=True) <= limit
+    assert plan(8192, 8192, SHARED_LIMIT["sm_90"]) == (16384, 1)
+    assert plan(4096, 4096, 99 << 10) == (8192, 1)
+    assert plan(1 << 20, 1 << 20, SHARED_LIMIT["sm_90"]) is None

@@ -7,9 +7,11 @@ import torch
 
 from aot import SHARED_LIMIT, TARGETS, build
 from bakeoff.ops.pole_scan import kernels
+from bakeoff.ops.pole_scan.kernels import backward, edges, forward, poles
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 POLES = [1, 4, 8, 16]
+ROOMS = (poles, edges, forward, backward)
 
 
 def how(K, target, C=768):
@@ -18,9 +20,15 @@ def how(K, target, C=768):
 
 def compiled(name, K, target, dtype=torch.bfloat16, *, absent=(), C=768, **constants):
     """The kernel called `name` with K poles; `absent` arguments are None."""
-    kernel = getattr(kernels, name)
+    kernel = next(getattr(room, name) for room in ROOMS if hasattr(room, name))
     cut = how(K, target, C)
-    constants = {"KP": cut.poles, "UNROLL": cut.unroll, "BLOCK": cut.block, "GROUP": cut.group, **constants}
+    constants = {
+        "KP": cut.poles,
+        "UNROLL": kernels.UNROLL,
+        "BLOCK": cut.block,
+        "GROUP": cut.group,
+        **constants,
+    }
     warps = constants.pop("num_warps", cut.warps)
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     constants |= dict.fromkeys(absent)
@@ -34,7 +42,7 @@ def compiled(name, K, target, dtype=torch.bfloat16, *, absent=(), C=768, **const
             continue
         if argument in integers:
             signature[argument] = "i64"
-        elif argument == "powers":
+        elif argument in ("powers", "partial"):
             signature[argument] = "*fp64"
         else:
             signature[argument] = TYPES[dtype] if argument in data else "*fp32"
@@ -68,7 +76,7 @@ def test_work_is_what_the_definition_needs(K, dtype):
     built = compiled("_forward", K, "sm_90", dtype)
     cut = how(K, "sm_90")
     floating = len(re.findall(r"(?:fma\.rn|mul|add|sub)\.f32", built.assembly))
-    assert floating <= (7 * cut.poles + 10) * (cut.unroll + 1)
+    assert floating <= (7 * cut.poles + 10) * (kernels.UNROLL + 1)
     assert built.spills == 0
 
 

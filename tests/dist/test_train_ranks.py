@@ -123,6 +123,26 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(ranks: Ranks, base: Pat
     )
 
 
+def told_to_stop_first(rank: int, base: Path) -> None:
+    measure = loop.Stepper.bits_per_byte
+
+    def interrupted(stepper: loop.Stepper, rows: torch.Tensor) -> float:
+        if rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return measure(stepper, rows)
+
+    loop.Stepper.bits_per_byte = interrupted
+    result = run(base, "unstarted")
+    assert (result.steps, result.stopped, result.checkpoint) == (0, "SIGTERM", None)
+
+
+def test_a_signal_to_one_rank_before_the_first_step_stops_all(ranks: Ranks, base: Path) -> None:
+    ranks(2, told_to_stop_first, base)
+    assert latest(base.parent / "unstarted") is None
+    assert read_metrics(base.parent / "unstarted" / "metrics.jsonl")[-1]["stopped"] == "SIGTERM"
+    assert run(base, "unstarted").steps == STEPS
+
+
 def against_the_clock(rank: int, base: Path) -> None:
     """Each rank has a clock of its own; rank 0's decides the rate and the end."""
     now = 0.0

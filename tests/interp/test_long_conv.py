@@ -1,4 +1,6 @@
-"""The Triton candidates of long_conv, interpreted, against the float64 reference; the op's laws."""
+"""long_conv's own kernels, Triton interpreted and CUDA C++ emulated, against the reference; its laws."""
+
+import shutil
 
 import pytest
 import torch
@@ -7,15 +9,29 @@ from hypothesis import strategies as st
 
 from bakeoff.errors import Unsupported
 from bakeoff.ops.long_conv import OP, long_conv
-from bakeoff.ops.long_conv.rows import rows, unpack
+from bakeoff.ops.long_conv import fft as fft_room
+from bakeoff.ops.long_conv.plan import plan, shared_bytes
 from bakeoff.ops.long_conv.reference import long_conv as reference
+from bakeoff.ops.long_conv.rows import rows, unpack
 from bakeoff.select.poison import Poison
 from bakeoff.select.verify import verify, yardsticks
+from tests.interp.emulated import emulate
 
-toeplitz = OP.by_name["toeplitz"]
 # Relative to the largest element: roundings of operands and of the result.
 BOUND = {torch.float32: 2e-6, torch.float16: 2e-3}
 GATED, PLAIN = (True, True, True), (False, False, False)
+
+
+@pytest.fixture(params=["toeplitz", "fft"])
+def candidate(request, monkeypatch):
+    """Each candidate in turn."""
+    if request.param == "fft":
+        if shutil.which("g++") is None:
+            pytest.skip("emulating CUDA needs g++")
+        emulate(monkeypatch)
+        for cache in (fft_room._kernels, fft_room._circle):
+            cache.cache_clear()
+    return OP.by_name[request.param]
 
 
 def tensors(B, T, C, L, dtype=torch.float32, optional=GATED, major=False, wide_filter=True):
@@ -42,11 +58,11 @@ def step(fn, args, dout):
     return (out, *torch.autograd.grad(out, leaves, dout.to(out.dtype)))
 
 
-def check(args, dout=None, fn=toeplitz.call):
+def check(candidate, args, dout=None):
     out_like = args[0]
     dout = torch.randn(out_like.shape).to(out_like.dtype) if dout is None else dout
     with Poison() as poison:
-        got = step(fn, args, dout)
+        got = step(candidate.call, args, dout)
     assert not poison.broken()
     want = step(reference, widened(args), dout)
     bound = BOUND[out_like.dtype]
@@ -61,43 +77,59 @@ SHAPES = [(2, 1, 3, 1), (3, 5, 1, 3), (2, 127, 2, 127), (1, 128, 3, 128), (2, 12
 
 @pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_gradient(shape, major):
-    check(tensors(*shape, major=major))
+def test_every_gradient(candidate, shape, major):
+    check(candidate, tensors(*shape, major=major))
 
 
 @pytest.mark.parametrize("optional", [PLAIN, (1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=str)
 @pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
-def test_every_form(optional, major):
-    check(tensors(2, 256, 2, 130, optional=optional, major=major))
+def test_every_form(candidate, optional, major):
+    check(candidate, tensors(2, 256, 2, 130, optional=optional, major=major))
 
 
 @pytest.mark.parametrize("wide_filter", [True, False])
-def test_half_precision(wide_filter):
-    check(tensors(3, 260, 3, 260, torch.float16, wide_filter=wide_filter))
+def test_half_precision(candidate, wide_filter):
+    check(candidate, tensors(3, 260, 3, 260, torch.float16, wide_filter=wide_filter))
 
 
-def test_more_taps_than_positions():
+def test_more_taps_than_positions(candidate):
     args = tensors(2, 20, 3, 300)
-    check(args)
-    dh = step(toeplitz.call, args, torch.ones(2, 20, 3))[2]
+    check(candidate, args)
+    dh = step(candidate.call, args, torch.ones(2, 20, 3))[2]
     assert not dh[:, 20:].any()
 
 
-def test_more_columns_than_a_tile():
-    check(tensors(40, 257, 1, 200, optional=PLAIN))
+def test_more_columns_than_a_tile(candidate):
+    check(candidate, tensors(40, 257, 1, 200, optional=PLAIN))
 
 
-def test_gradients_that_are_expanded_or_transposed():
+@pytest.mark.parametrize("candidate", ["fft"], indirect=True)
+@pytest.mark.parametrize(("T", "L"), [(512, 513), (1000, 900), (2048, 2000), (4096, 4096), (8192, 8192)])
+def test_every_plan(candidate, T, L):
+    check(candidate, tensors(3, T, 1, L, optional=(True, False, False)))
+
+
+@pytest.mark.parametrize("candidate", ["fft"], indirect=True)
+@pytest.mark.parametrize(("T", "L"), [(300, 300), (1000, 24), (1100, 1100), (2100, 2048)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_longer_than_the_chip_holds(candidate, monkeypatch, T, L, dtype):
+    """With shared memory for 512 values: 2, 4 and 8 parts."""
+    emulate(monkeypatch, shared=shared_bytes(512, keeps=True))
+    assert plan(T, L, shared_bytes(512, keeps=True)).outer > 1
+    check(candidate, tensors(3, T, 2, L, dtype, optional=(True, False, False), wide_filter=False))
+
+
+def test_gradients_that_are_expanded_or_transposed(candidate):
     args = tensors(2, 130, 3, 50)
-    check(args, torch.randn(3).expand(2, 130, 3))
-    check(args, torch.randn(2, 3, 130).transpose(1, 2))
-    check(args, torch.randn(130, 3, 2).permute(2, 0, 1))
+    check(candidate, args, torch.randn(3).expand(2, 130, 3))
+    check(candidate, args, torch.randn(2, 3, 130).transpose(1, 2))
+    check(candidate, args, torch.randn(130, 3, 2).permute(2, 0, 1))
 
 
-def test_inputs_of_any_strides():
+def test_inputs_of_any_strides(candidate):
     u = torch.randn(130, 6, 2).permute(2, 0, 1)[..., ::2].requires_grad_()
     h = torch.randn(50, 3).t().requires_grad_()
-    check([u, h, None, u.detach().clone().requires_grad_(), None])
+    check(candidate, [u, h, None, u.detach().clone().requires_grad_(), None])
 
 
 @settings(max_examples=12, deadline=None)
@@ -106,53 +138,61 @@ def test_inputs_of_any_strides():
     optional=st.tuples(st.booleans(), st.booleans(), st.booleans()), major=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float16]),
 )  # fmt: skip
-def test_shapes(B, T, C, L, optional, major, dtype):
-    check(tensors(B, T, C, L, dtype, optional, major))
+def test_shapes(candidate, B, T, C, L, optional, major, dtype):
+    check(candidate, tensors(B, T, C, L, dtype, optional, major))
 
 
-def test_only_the_gradients_that_are_wanted():
+def test_only_the_gradients_that_are_wanted(candidate):
     args = tensors(2, 130, 3, 50)
     for wanted in range(5):
         leaves = [a.detach().requires_grad_(i == wanted) for i, a in enumerate(args)]
-        out = toeplitz.call(*leaves, True)
+        out = candidate.call(*leaves, True)
         (mine,) = torch.autograd.grad(out.sum(), leaves[wanted])
         (exact,) = torch.autograd.grad(reference(*args, True).sum(), args[wanted])
         torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-4)
 
 
-def test_the_future_leaves_the_past_bit_equal():
-    u, h, *_ = tensors(2, 300, 2, 300, torch.float16, PLAIN)
+def test_the_future_leaves_the_past_alone(candidate):
+    """Bit for bit where blocks of time are apart; an FFT's roundings are everywhere."""
+    u, h, *_ = tensors(2, 300, 2, 300, torch.float32, PLAIN)
     later = u.detach().clone()
     later[:, 170:] = 1000.0
-    before, after = (toeplitz.call(x, h, None, None, None, True)[:, :170] for x in (u, later))
-    assert torch.equal(before, after)
+    before, after = (candidate.call(x, h, None, None, None, True)[:, :170] for x in (u, later))
+    assert (before - after).abs().max() <= (0.0 if candidate.name == "toeplitz" else 1e-6 * 1000 * 300**0.5)
 
 
-def test_an_impulse_returns_the_filter():
+def test_sequences_and_channels_do_not_touch_each_other(candidate):
+    """However loud one is; a NaN or an infinity ends only its own row, from its block of time on."""
+    u, h, *_ = tensors(4, 300, 3, 20, optional=PLAIN)
+    u = u.detach()
+    want = candidate.call(u, h, None, None, None, True)
+    for trouble in (1e30, float("inf"), float("nan")):
+        other = u.clone()
+        other[1, 200, 0] = trouble
+        got = candidate.call(other, h, None, None, None, True)
+        assert (got[[0, 2, 3]] - want[[0, 2, 3]]).abs().max() < 2e-6 * want.abs().max()
+        assert torch.equal(got[1, :, 1:], want[1, :, 1:])
+        assert (abs(trouble) < float("inf")) == bool(got[1, 200, 0].isfinite())
+        if candidate.name == "toeplitz":
+            assert torch.equal(got[1, :128], want[1, :128])
+
+
+def test_an_impulse_returns_the_filter(candidate):
     h = torch.randn(3, 200)
     click = torch.zeros(1, 200, 3)
     click[0, 0] = 1.0
-    assert torch.equal(toeplitz.call(click, h, None, None, None, True)[0], h.t())
+    out = candidate.call(click, h, None, None, None, True)[0]
+    assert (out - h.t()).abs().max() <= (0.0 if candidate.name == "toeplitz" else 1e-6)
 
 
-def test_repeats_itself_bit_for_bit():
+def test_repeats_itself_bit_for_bit(candidate):
     args = tensors(2, 260, 3, 260, torch.float16)
     dout = torch.randn(2, 260, 3).half()
-    for first, second in zip(step(toeplitz.call, args, dout), step(toeplitz.call, args, dout), strict=True):
+    for first, second in zip(step(candidate.call, args, dout), step(candidate.call, args, dout), strict=True):
         assert torch.equal(first, second)
 
 
-def test_what_is_not_finite_stays_in_its_channel_and_out_of_earlier_blocks():
-    u, h, *_ = tensors(1, 300, 2, 20, optional=PLAIN)
-    u = u.detach().clone()
-    u[0, 200, 0] = float("nan")
-    out = toeplitz.call(u, h, None, None, None, True)
-    assert out[0, :128].isfinite().all()
-    assert out[0, 200, 0].isnan()
-    assert out[..., 1].isfinite().all()
-
-
-def test_packing_and_unpacking_are_inverse():
+def test_packing_and_unpacking_are_inverse(candidate):
     for x in (torch.randn(3, 70, 5), torch.randn(3, 5, 70).transpose(1, 2), torch.randn(2, 128, 1)):
         packed = rows(x)
         assert torch.equal(packed[:, :, : x.shape[1]], x.transpose(1, 2))
@@ -163,7 +203,7 @@ def test_packing_and_unpacking_are_inverse():
         assert back.stride() == x.stride()
 
 
-def test_rows_are_not_copied():
+def test_rows_are_not_copied(candidate):
     x = torch.randn(2, 3, 256).transpose(1, 2)
     assert rows(x).data_ptr() == x.data_ptr()
 
@@ -177,26 +217,26 @@ def test_rows_are_not_copied():
     ],
     ids=["major", "wide filter", "gated float32"],
 )
-def test_passes_the_contest_verification(args):
+def test_passes_the_contest_verification(candidate, args):
     """Against eager's own error, on ordinary and hostile inputs."""
     case = OP.case([*args, True])
-    _, deterministic = verify(OP, toeplitz, list(yardsticks(OP, case)))
+    _, deterministic = verify(OP, candidate, list(yardsticks(OP, case)))
     assert deterministic
 
 
-def test_says_what_it_can_not_do():
+def test_says_what_it_can_not_do(candidate):
     u, h = torch.randn(1, 8, 2), torch.randn(2, 3)
     with pytest.raises(Unsupported, match="only causal filters"):
-        long_conv(u, h, causal=False, impl="toeplitz")
+        long_conv(u, h, causal=False, impl=candidate.name)
     with pytest.raises(Unsupported, match="no float64"):
-        long_conv(u.double(), h, impl="toeplitz")
+        long_conv(u.double(), h, impl=candidate.name)
     with pytest.raises(Unsupported, match="gates must have u's dtype"):
-        long_conv(u.half(), h, gate_in=u, impl="toeplitz")
+        long_conv(u.half(), h, gate_in=u, impl=candidate.name)
 
 
-def test_differentiating_twice_is_refused():
+def test_differentiating_twice_is_refused(candidate):
     args = tensors(1, 9, 2, 4)
-    out = toeplitz.call(*args, True)
+    out = candidate.call(*args, True)
     (du,) = torch.autograd.grad(out.sum(), args[0], create_graph=True)
     with pytest.raises(RuntimeError, match="can't be differentiated twice"):
         du.sum().backward()

@@ -1,5 +1,6 @@
 """The Triton candidate of pole_scan, interpreted, against the float64 reference; the op's laws and checks."""
 
+import copy
 import doctest
 import math
 
@@ -130,6 +131,22 @@ def test_grid_passes_the_contest_verification():
     case = Case({**small, **OP.case(args).args}, "cpu")
     _, deterministic = verify(OP, OP.candidate("triton"), list(yardsticks(OP, case)))
     assert deterministic
+
+
+@pytest.mark.parametrize(("T", "seed", "slowest", "fastest"), [(7, 4, -0.5, -6.0), (64, 0, -1e-6, -1e-4)])
+def test_extreme_poles_pass_the_contest_verification(T, seed, slowest, fastest):
+    """Heavily damped ones, and ones that hardly forget, whose states outgrow what is heard of them."""
+
+    def draw(name, meta, generator):
+        if name not in ("log_radius", "theta"):
+            return None
+        even = torch.rand(meta.shape, generator=generator)
+        return even * math.pi if name == "theta" else -((-slowest) ** (1 - even) * (-fastest) ** even)
+
+    op = copy.copy(OP)
+    op.draw = draw
+    case = Case(OP.case(tensors(3, T, 24, 4, state=False)).args, "cpu")
+    verify(op, op.candidate("triton"), yardsticks(op, case, seed=seed))
 
 
 def test_a_long_memory_and_a_constant_input_lose_no_precision():

@@ -1,6 +1,7 @@
 """ByteSpectralLM: causality, decoding with state, the filters, what it refuses."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,10 @@ def test_an_encoder_sees_both_ways_and_classifies() -> None:
     torch.testing.assert_close(loss, expected)
     with pytest.raises(ValueError, match="can't decode"):
         model.generate(ids, 3)
+    with pytest.raises(ValueError, match="can't decode"):
+        model.stream(ids, 3)  # at the call, not when it is read
+    with pytest.raises(TypeError, match=r"targets are torch.float32"):
+        model(ids, torch.zeros(4))
     hidden = model.blocks[0].mixer
     x = torch.randn(1, 11, 16)
     other = x.clone()
@@ -157,6 +162,9 @@ def test_it_trains() -> None:
         ({"bidirectional": True}, "an encoder needs both"),
         ({"classes": 3}, "an encoder needs both"),
         ({"bidirectional": True, "classes": 2, "attention_every": 1}, "attention here is causal"),
+        ({"filter": "waves"}, "filter='waves' must be one of poles, taps, minimum_phase"),
+        ({"norm_eps": math.nan}, "norm_eps=nan must be a finite number, not negative"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0 must be a finite number"),
     ],
 )
 def test_a_shape_that_contradicts_itself_is_refused(changes: dict[str, object], message: str) -> None:
@@ -172,11 +180,122 @@ def test_an_unknown_filter_or_size_is_refused() -> None:
     assert set(SIZES) == {"tiny", "small", "base"}
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": 16.0}, "d_model=16.0 must be an int"),
+        ({"layers": True}, "layers=True must be an int"),
+        ({"taps": "7"}, "taps='7' must be an int"),
+        ({"heads": None}, "heads=None must be an int"),
+        ({"tie": "no"}, "tie='no' must be True or False"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Config(**{**SMALL, **changes})  # type: ignore[arg-type]
+
+
+@EVERY
+def test_gradients_are_the_slope_of_the_loss_in_float64(changes: dict[str, object]) -> None:
+    """Along a random direction, by differences of which float32 anywhere inside would leave two digits."""
+    model = perturbed(**changes)
+    ids = torch.randint(256, (2, 9))
+    parameters = list(model.parameters())
+    along = [torch.randn_like(parameter) for parameter in parameters]
+    gradients = torch.autograd.grad(model(ids, ids)[1], parameters)
+    slope = sum((gradient * step).sum() for gradient, step in zip(gradients, along, strict=True))
+
+    @torch.no_grad()
+    def loss_at(distance: float) -> torch.Tensor:
+        for parameter, step in zip(parameters, along, strict=True):
+            parameter.add_(distance * step)
+        loss: torch.Tensor = model(ids, ids)[1]
+        for parameter, step in zip(parameters, along, strict=True):
+            parameter.sub_(distance * step)
+        return loss
+
+    torch.testing.assert_close((loss_at(1e-6) - loss_at(-1e-6)) / 2e-6, slope, rtol=1e-6, atol=1e-7)
+
+
+ENCODER: dict[str, object] = {"bidirectional": True, "classes": 3}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("changes", [*SHAPES.values(), ENCODER], ids=[*SHAPES, "encoder"])
+def test_a_model_in_16_bits_is_near_the_same_in_float32(
+    changes: dict[str, object], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    model = ByteSpectralLM(Config(**{**SMALL, **changes}))  # type: ignore[arg-type]
+    ids = torch.randint(256, (2, 9))
+    targets = ids[:, 0] % 3 if changes is ENCODER else ids
+    _, exact = model(ids, targets)
+    _, loss = model.to(dtype)(ids, targets)
+    torch.testing.assert_close(loss, exact, rtol=2e-2, atol=0)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == dtype for p in model.parameters())
+    if changes is not ENCODER:
+        assert model.generate(ids, 2).shape == (2, 11)
+
+
+def test_a_model_without_data_gives_its_shapes() -> None:
+    with torch.device("meta"):
+        for changes in (*SHAPES.values(), ENCODER):
+            model = ByteSpectralLM(Config(**{**SMALL, **changes}))  # type: ignore[arg-type]
+            logits, _ = model(torch.zeros(2, 9, dtype=torch.long))
+            assert logits.shape == ((2, 3) if changes is ENCODER else (2, 9, 256))
+
+
+@pytest.mark.parametrize("name", ["poles", "taps", "attention"])
+def test_torch_compile_leaves_the_length_open(name: str) -> None:
+    """A few graphs for all lengths: after eight torch.compile gives up."""
+    model = perturbed(**{"max_seq_len": 200, **SHAPES[name]})
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    call = torch.compile(model, fullgraph=True, backend=count)
+    for T in (4, 9, 33, 50, 63, 65, 90, 100, 110):
+        ids = torch.randint(256, (1, T))
+        torch.testing.assert_close(call(ids)[0], model(ids)[0], rtol=1e-9, atol=1e-9)
+    assert len(graphs) <= 4
+
+
+def test_a_cache_is_of_one_model_and_one_batch() -> None:
+    model = perturbed(torch.float32)
+    ids = torch.randint(256, (2, 5))
+    cache = Cache(model.config)
+    model.decode(ids, cache)
+    with pytest.raises(ValueError, match=r"ids have 3 rows, the cache 2: .* new Cache\(model.config\)"):
+        model.decode(torch.randint(256, (3, 1)), cache)
+    with pytest.raises(ValueError, match=r"made for another model: use Cache\(model.config\)"):
+        model.decode(ids, Cache(perturbed(filter="taps").config))
+    with pytest.raises(
+        TypeError, match=r"cache must be a bakeoff.models.byte_spectral.Cache, got a builtins"
+    ):
+        model.decode(ids, None)  # type: ignore[arg-type]
+    assert model.decode(ids[:, :1], cache).shape == (2, 1, 256)
+
+
 def test_bad_input_names_the_fix() -> None:
     model = perturbed(torch.float32)
     ids = torch.randint(256, (2, 5))
     with pytest.raises(TypeError, match="expected uint8, int32 or int64"):
         model(ids.float())
+    with pytest.raises(TypeError, match=r"ids must be a tensor, got bytes: .*torch.tensor"):
+        model(b"text")
+    with pytest.raises(TypeError, match=r"prompt must be a tensor, got str"):
+        model.generate("text", 2)  # type: ignore[arg-type]
+    for targets in (ids.float(), ids.bool()):
+        with pytest.raises(TypeError, match=r"targets are torch.*, expected uint8, int32 or int64"):
+            model(ids, targets)
+    with pytest.raises(
+        TypeError, match=r"config must be a bakeoff.models.byte_spectral.Config, got a builtins"
+    ):
+        ByteSpectralLM(SMALL)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ids are empty"):
         model(ids[:0])
     with pytest.raises(ValueError, match=r"targets have shape \(2, 4\), expected \(2, 5\)"):

@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,20 @@ def test_candidates(op: Op) -> None:
             positional = list(inspect.signature(candidate.call).parameters.values())
             takes_any = any(p.kind is p.VAR_POSITIONAL for p in positional)
             assert takes_any or len(positional) == len(op.params), candidate.name
+
+
+def test_editing_a_kernel_makes_what_was_measured_stale(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file with kernels is part of a candidate's hash."""
+    files = [path for path in (OPS / op.name).rglob("*.py") if "@triton.jit" in path.read_text()]
+    hashes = {candidate.name: candidate.source_hash for candidate in op.candidates}
+    read = Path.read_bytes
+    for edited in files:
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda path, edited=edited: read(path) + b"#" * path.samefile(edited)
+        )
+        assert any(replace(c).source_hash != hashes[c.name] for c in op.candidates), edited
+    monkeypatch.undo()
+    assert {candidate.name: replace(candidate).source_hash for candidate in op.candidates} == hashes
 
 
 def test_metadata_names_arguments(op: Op) -> None:

@@ -130,9 +130,42 @@ def test_any_strides() -> None:
         torch.testing.assert_close(long_conv(view, h), exact)
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("B", "T", "C"), [(0, 5, 3), (2, 0, 3), (2, 5, 0)])
-def test_empty(B: int, T: int, C: int) -> None:
-    assert long_conv(torch.randn(B, T, C), torch.randn(C, 4)).shape == (B, T, C)
+def test_nothing_to_do_gives_every_argument_a_gradient_of_zeros(B: int, T: int, C: int, gated: bool) -> None:
+    args = drawn(B, T, C, 4)[: 5 if gated else 2]
+    for out in (long_conv(*args[:2], **dict(zip(NAMES[2:], args[2:], strict=False))), reference(*args)):
+        assert out.shape == (B, T, C)
+        for gradient, arg in zip(torch.autograd.grad(out.sum(), args), args, strict=True):
+            assert gradient.shape == arg.shape
+            assert not gradient.any()
+
+
+def test_tensors_without_data() -> None:
+    out = long_conv(*[arg.detach().to("meta") for arg in drawn(2, 5, 3, 4)[:2]])
+    assert (out.shape, out.device.type) == ((2, 5, 3), "meta")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_torch_compile_leaves_the_length_open(causal: bool) -> None:
+    """One graph for the first length and one per range of lengths, not one per length: after eight
+    torch.compile gives up."""
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=count, fullgraph=True)
+    def call(*args: Tensor) -> Tensor:
+        kept = dict(zip(NAMES[2:], args[2:], strict=True))
+        return long_conv(*args[:2], **kept, causal=causal, impl="eager")
+
+    torch._dynamo.reset()
+    for T in (4, 9, 33, 50, 63, 65, 90, 100, 110, 127, 1100):
+        args = [arg.detach() for arg in drawn(1, T, 2, 60)]
+        torch.testing.assert_close(call(*args), by_term(*args, causal), rtol=1e-11, atol=1e-11)
+    assert len(graphs) <= 4
 
 
 def test_compiled_agrees() -> None:

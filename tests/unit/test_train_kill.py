@@ -183,3 +183,65 @@ def test_a_signal_ends_the_command_with_a_checkpoint_and_status_0(
     assert found is not None
     assert found.step == rows[-1]["step"] > 0
     assert rows[-1]["stopped"] == number.name
+
+
+# The command, which lingers where `place` says and leaves a file there as a sign.
+LINGERING = """
+    import sys, time
+    from pathlib import Path
+    from bakeoff.cli import main
+    from bakeoff.train import loop
+
+    place, sign = sys.argv.pop(1), Path(sys.argv.pop(1))
+    measure, seen = loop.Stepper.bits_per_byte, []
+
+    def linger(*args):
+        sign.touch()
+        time.sleep(1 if place == "end" else 60)
+
+    def measured(stepper, rows):
+        seen.append(rows)
+        if place == ("start", "end")[len(seen) > 1]:
+            linger()
+        return measure(stepper, rows)
+
+    loop.Stepper.bits_per_byte = measured
+    if place == "leak check":
+        loop.check_leaks = linger
+    main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("place", "said", "steps_made"),
+    [
+        ("leak check", "stopped before the first step; nothing to save", 0),
+        ("start", "stopped before the first step; nothing to save", 0),
+        ("end", "the run was over at step 60, saved", 60),
+    ],
+)
+def test_a_signal_outside_the_steps_ends_the_command_with_status_0(
+    place: str, said: str, steps_made: int, number: signal.Signals, settings: Path, tmp_path: Path
+) -> None:
+    sign = tmp_path / "sign"
+    command = [sys.executable, "-c", textwrap.dedent(LINGERING), place, str(sign), "train"]
+    command += ["--config", str(settings), "metrics.console=true", "train.checkpoint_every=0"]
+    if place == "leak check":
+        command.append("train.leak_check=true")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and not sign.exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    assert "Traceback" not in error
+    assert f"{number.name}: {said}" in out
+    found = latest(tmp_path / "run")
+    assert (found.step if found else 0) == steps_made
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert metrics.exists() == (place != "leak check")
+    if metrics.exists():
+        assert metrics.read_bytes().endswith(b"\n")
+        assert (read_metrics(metrics)[-1]["event"] == "end") == (place == "end")

@@ -140,6 +140,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert f"{number.name}: stopped after step 5, saved {first.checkpoint}" in out.getvalue()
     assert f"go on with train.run_dir={base.train.run_dir}" in out.getvalue()
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [(row["step"], row["steps"]) for row in rows(base)] == [(3, 3), (5, 2)]
     monkeypatch.undo()
     torch.manual_seed(999)  # whatever else the new process did
     second = train(base, console=QUIET)
@@ -149,6 +150,108 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     ends = [latest(config.train.run_dir) for config in (base, whole)]
     for name, tensor in ends[0].weights.items():
         assert torch.equal(tensor, ends[1].weights[name]), name
+
+
+def test_the_last_steps_have_a_row_however_few(base: Config, tmp_path: Path) -> None:
+    base = resolve(base, None, ["train.steps=11"])
+    single = resolve(base, None, ["train.log_every=1", f"train.run_dir={tmp_path / 'single'}"])
+    for config in (base, single):
+        train(config, console=QUIET)
+    found = rows(base)
+    assert [(row["step"], row["steps"]) for row in found] == [(3, 3), (6, 3), (9, 3), (11, 2)]
+    for row in found:
+        about = rows(single)[row["step"] - row["steps"] : row["step"]]
+        for name in ("loss", "grad_norm"):
+            mean = sum(one[name] for one in about) / row["steps"]
+            assert row[name] == pytest.approx(mean, rel=1e-12)
+        assert row["lr"] == about[-1]["lr"]
+        assert row["tokens_per_s"] > 0
+    train(base, console=QUIET)  # nothing is left to do, and nothing is said anew
+    assert rows(base) == found
+    train(resolve(base, None, ["train.steps=13"]), console=QUIET)
+    assert [(row["step"], row["steps"]) for row in rows(base)] == [(3, 3), (6, 3), (9, 3), (12, 3), (13, 1)]
+
+
+SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+
+
+@SIGNALS
+@pytest.mark.parametrize("phase", ["leak check", "tuning", "first measurement"])
+def test_a_signal_before_the_first_step_ends_the_run_at_once(
+    phase: str, number: signal.Signals, base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(number)
+        raise AssertionError("the signal was not obeyed at once")
+
+    place = {
+        "leak check": (loop, "check_leaks"),
+        "tuning": (selection, "tune_together"),
+        "first measurement": (Stepper, "bits_per_byte"),
+    }[phase]
+    monkeypatch.setattr(*place, interrupted)
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    settings = ["train.leak_check=true", "select.tune=true", "metrics.console=true"]
+    if phase != "tuning":
+        settings[1] = "select.tune=false"
+    out = io.StringIO()
+    result = train(resolve(base, None, settings), console=Console(file=out, width=200))
+    assert (result.steps, result.stopped, result.checkpoint) == (0, number.name, None)
+    assert f"{number.name}: stopped before the first step; nothing to save" in out.getvalue()
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert latest(base.train.run_dir) is None
+    monkeypatch.undo()
+    whole = resolve(base, None, [f"train.run_dir={tmp_path / 'whole'}"])
+    for config in (base, whole):
+        assert train(config, console=QUIET).stopped == "steps"
+    assert curve(base) == curve(whole)
+    assert [row["event"] for row in read_metrics(Path(base.train.run_dir, "metrics.jsonl"))] == [
+        row["event"] for row in read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    ]
+
+
+def test_a_signal_while_a_run_takes_up_another_leaves_that_as_it_was(
+    base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = resolve(base, None, [f"train.run_dir={tmp_path / 'whole'}"])
+    train(whole, console=QUIET)
+    first = train(resolve(base, None, ["train.steps=5"]), console=QUIET)
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(loop, "check_leaks", interrupted)
+    out = io.StringIO()
+    talking = resolve(base, None, ["train.leak_check=true", "metrics.console=true", "train.steps=5"])
+    second = train(talking, console=Console(file=out, width=200))
+    assert (second.steps, second.stopped, second.checkpoint) == (5, "SIGTERM", None)
+    assert second.bits_per_byte_before == first.bits_per_byte_before
+    assert f"stopped before the first step; {first.checkpoint} is still the last checkpoint" in out.getvalue()
+    assert latest(base.train.run_dir).step == 5
+
+
+@SIGNALS
+def test_a_signal_during_the_last_measurement_lets_it_end(
+    number: signal.Signals, base: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = Stepper.bits_per_byte
+    measured = 0
+
+    def interrupted(stepper: Stepper, sample: torch.Tensor) -> float:
+        nonlocal measured
+        measured += 1
+        if measured == 2:
+            signal.raise_signal(number)
+        return measure(stepper, sample)
+
+    monkeypatch.setattr(Stepper, "bits_per_byte", interrupted)
+    out = io.StringIO()
+    result = train(resolve(base, None, ["metrics.console=true"]), console=Console(file=out, width=200))
+    assert measured == 2
+    assert (result.steps, result.stopped) == (12, "steps")
+    assert f"{number.name}: the run was over at step 12, saved {result.checkpoint}" in out.getvalue()
+    (end,) = rows(base, "end")
+    assert end["held_out_bits_per_byte"] == result.bits_per_byte_after
 
 
 def test_a_killed_run_repeats_what_it_lost(base: Config, tmp_path: Path) -> None:
@@ -290,14 +393,14 @@ def test_other_errors_keep_their_own_words(base: Config, monkeypatch: pytest.Mon
 
 def test_a_gradient_that_stays_not_finite_ends_the_run(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_HOPELESS", 6)
-    make = loop.LLMMed
+    make = loop.build
 
     def poisoned(config: ModelConfig) -> torch.nn.Module:
         model = make(config)
         model.embed.weight.register_hook(lambda grad: grad * float("nan"))
         return model
 
-    monkeypatch.setattr(loop, "LLMMed", poisoned)
+    monkeypatch.setattr(loop, "build", poisoned)
     with pytest.raises(TrainError, match=r"not been finite for 6 steps, at step 6: lower optim.lr"):
         train(base, console=QUIET)
     (first, second) = rows(base)
@@ -357,7 +460,7 @@ class Syncs(TorchDispatchMode):
 
 
 def test_a_step_never_reads_a_value_on_the_host(base: Config) -> None:
-    stepper = Stepper(loop.LLMMed(base.model), base, torch.device("cpu"))
+    stepper = Stepper(loop.build(base.model), base, torch.device("cpu"))
     batch = torch.randint(256, (8, 33), dtype=torch.uint8)
     with Syncs() as syncs:
         for _ in range(3):

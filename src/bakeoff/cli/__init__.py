@@ -228,6 +228,70 @@ def bench(
     benching.run(ops, suite, regimes, device, out, text, budget, resume)
 
 
+@main.command("compare")
+@click.argument("words", metavar="[FIRST] [SECOND] [KEY=VALUE]...", nargs=-1)
+@DATA
+@click.option("--minutes", type=click.FloatRange(0, min_open=True),
+              help="Wall time of every run. [default: 1 on the CPU, 3 on a GPU]")  # fmt: skip
+@click.option("--steps", type=click.IntRange(1), help="Steps of every run, instead of --minutes.")
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True,
+              help="Runs of each model; a winner needs at least 2.")  # fmt: skip
+@click.option("--lengths", default="256,1024,4096", show_default=True,
+              help="Bytes a row at which speed is measured.")  # fmt: skip
+@click.option("--size", type=click.Choice(["tiny", "small"]),
+              help="tiny takes each recipe's -tiny form, where it has one. [default: tiny on the CPU, small "
+                   "on a GPU]")  # fmt: skip
+@DEVICE
+@click.option("--out", type=FILE, help="Folder of the comparison. [default: runs/compare-DATE-TIME]")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with --out: what it holds is not done again; more seeds or lengths are added.",
+)
+def compare_command(
+    words: tuple[str, ...],
+    data: str | None,
+    minutes: float | None,
+    steps: int | None,
+    seeds: int,
+    lengths: str,
+    size: str | None,
+    device: str,
+    out: Path | None,
+    resume: bool,
+) -> None:
+    """Train two recipes alike and say which is better.
+
+    FIRST and SECOND are recipes, byte-spectral and llm-med by default. SECOND keeps its shape; FIRST gets the
+    d_ff that makes their parameters equal. Both train on the same bytes in the same order, for equal time or
+    equal steps, over several seeds in turns; then training and inference are timed at each of --lengths.
+    Settings are SECOND's recipe's. KEY=VALUE goes to both, first.KEY=VALUE and second.KEY=VALUE to one.
+
+    A winner is named only where held-out bits per byte differ by more than seed noise. Everything is in
+    OUT/compare.json at once, so Ctrl-C loses only the part in hand; --resume goes on from there.
+
+    Examples:
+      bakeoff compare
+      bakeoff compare byte-spectral llm-med --data corpus/ --minutes 10 --seeds 5 --out runs/compared
+      bakeoff compare first.model.attention_every=2 --steps 500 --lengths 512,2048
+      bakeoff compare llm-med llm-med first.optim.lr=6e-4
+    """
+    from bakeoff.cli import comparing
+
+    comparing.run(
+        words,
+        data=data,
+        minutes=minutes,
+        steps=steps,
+        seeds=seeds,
+        lengths=lengths,
+        size=size,
+        device=device,
+        out=out,
+        resume=resume,
+    )
+
+
 @main.command()
 @click.argument("words", metavar="[OP ARGUMENT=SHAPE...]", nargs=-1)
 @DEVICE

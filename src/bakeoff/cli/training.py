@@ -1,5 +1,6 @@
 """train and tune: recipes from the command line."""
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -56,12 +57,13 @@ def run(config: Config) -> None:
 
 
 def print_result(result: Result, out: Console) -> None:
-    """The outcome of a run in three lines."""
+    """The outcome of a run in three lines; in two where a signal came before anything was measured."""
     before, after = result.bits_per_byte_before, result.bits_per_byte_after
     speed = f"{result.steps} steps in {result.seconds:.0f} s, {result.tokens_per_s:,.0f} bytes/s"
+    measured = f"held-out bits per byte: {before:.3f} before, {after:.3f} after"
     lines = [
         f"{speed}, {result.skipped} steps skipped, ended by {result.stopped}",
-        f"held-out bits per byte: {before:.3f} before, {after:.3f} after",
+        *([] if math.isnan(after) else [measured]),
         f"run: {result.run_dir}",
     ]
     for line in lines:

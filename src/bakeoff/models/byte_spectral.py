@@ -14,7 +14,7 @@ Shapes: B batch, T time, D d_model, K poles a channel, L taps.
 
 import math
 from collections.abc import Iterator
-from typing import Literal, Unpack
+from typing import Literal, Unpack, get_args
 
 import msgspec
 import torch
@@ -50,7 +50,8 @@ class Config(
     tag_field="kind",
     tag="byte-spectral",
 ):
-    """The shape of a `ByteSpectralLM`. Values that contradict each other raise ValueError."""
+    """The shape of a `ByteSpectralLM`. Values that contradict each other raise ValueError, values of another
+    type TypeError."""
 
     d_model: int = 384
     layers: int = 6
@@ -82,6 +83,7 @@ class Config(
     """The head uses the embedding's weight."""
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name in ("d_model", "layers", "poles", "window", "bins", "heads", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -101,6 +103,16 @@ class Config(
             )
         if self.bidirectional and self.attention_every:
             raise ValueError("attention here is causal: attention_every must be 0 in a bidirectional model")
+
+    def _check_types(self) -> None:
+        for name, kind in type(self).__annotations__.items():
+            value = getattr(self, name)
+            if kind in (int, bool) and type(value) is not kind:
+                raise TypeError(f"{name}={value!r} must be {'True or False' if kind is bool else 'an int'}")
+        if self.filter not in get_args(Filter):
+            raise ValueError(f"filter={self.filter!r} must be one of {', '.join(get_args(Filter))}")
+        if not isinstance(self.norm_eps, int | float) or not 0.0 <= self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps={self.norm_eps!r} must be a finite number, not negative")
 
     @classmethod
     def sizes(cls, size: Size, **overrides: float | bool | str) -> "Config":
@@ -137,6 +149,7 @@ class Cache:
     """What decoding remembers: the last bytes, per filter its state or last inputs, keys and values."""
 
     def __init__(self, config: Config) -> None:
+        self.config = config
         self.length = 0
         self.bytes: Tensor | None = None
         self.kept: dict[str, Tensor] = {}
@@ -150,6 +163,11 @@ class Cache:
         whole = x if held is None else torch.cat([held, x], dim=1)
         self.kept[place] = whole[:, max(0, whole.shape[1] - reach) :]
         return whole, whole.shape[1] - x.shape[1]
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    """In float32, or float64 as it is: filters in 16 bits would be other filters."""
+    return parameter if parameter.dtype == torch.float64 else parameter.float()
 
 
 class Poles(nn.Module):
@@ -173,8 +191,8 @@ class Poles(nn.Module):
         """q * (h * (k v)), all [B, T, D]."""
         u = k * v
         state = None if cache is None else cache.kept.get(place)
-        coef = torch.view_as_complex(self.coef)
-        y, state = pole_scan(u, -self.decay.exp(), self.theta, coef, state=state)
+        coef = torch.view_as_complex(_wide(self.coef))
+        y, state = pole_scan(u, -_wide(self.decay).exp(), _wide(self.theta), coef, state=state)
         if cache is not None:
             cache.kept[place] = state
         return q * (y + self.skip.to(u.dtype) * u)
@@ -192,9 +210,10 @@ class Taps(nn.Module):
         self.skip = nn.Parameter(torch.zeros(D))
 
     def response(self) -> Tensor:
-        """h [D, L] in float32."""
-        age = torch.arange(self.taps.shape[1], device=self.taps.device, dtype=torch.float32)
-        return self.taps.float() * torch.exp(-self.decay.float().exp() * age)
+        """h [D, L] in float32, or float64 in a float64 model."""
+        taps = _wide(self.taps)
+        age = torch.arange(taps.shape[1], device=taps.device, dtype=taps.dtype)
+        return taps * torch.exp(-_wide(self.decay).exp() * age)
 
     def forward(self, k: Tensor, v: Tensor, q: Tensor, cache: Cache | None, place: str) -> Tensor:
         """q * (h * (k v)), all [B, T, D]."""
@@ -217,10 +236,10 @@ class MinimumPhase(Taps):
         self.skip = nn.Parameter(torch.zeros(D))
 
     def response(self) -> Tensor:
-        """h [D, L] in float32."""
+        """h [D, L] in float32, or float64 in a float64 model."""
         n = _OVERSAMPLING * self.length
         curve = F.interpolate(
-            self.log_magnitude.float()[:, None], n // 2 + 1, mode="linear", align_corners=True
+            _wide(self.log_magnitude)[:, None], n // 2 + 1, mode="linear", align_corners=True
         )
         cepstrum = torch.fft.irfft(curve[:, 0], n)
         folded = F.pad(2 * cepstrum[:, : n // 2], (0, n - n // 2))
@@ -240,7 +259,7 @@ class WholeRow(nn.Module):
     def forward(self, k: Tensor, v: Tensor, q: Tensor, cache: Cache | None, place: str) -> Tensor:
         """q * filtered(k v), all [B, T, D]."""
         del cache, place
-        weight = torch.view_as_complex(self.weight)[: k.shape[1] // 2 + 1]
+        weight = torch.view_as_complex(_wide(self.weight))[: k.shape[1] // 2 + 1]
         return q * spectral_filter(k * v, weight)
 
 
@@ -326,6 +345,7 @@ class ByteSpectralLM(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        _check_kind("config", config, Config)
         self.config = config
         self.embed = nn.Embedding(256, config.d_model)
         self.spectrum = Spectrum(config)
@@ -371,6 +391,7 @@ class ByteSpectralLM(nn.Module):
         """
         self._check(ids)
         if targets is not None:
+            _check_symbols("targets", targets)
             wanted = ids.shape[:1] if self.config.bidirectional else ids.shape
             if targets.shape != wanted:
                 raise ValueError(
@@ -389,15 +410,27 @@ class ByteSpectralLM(nn.Module):
 
         With poles and without attention a step costs the same however long the text is.
         """
-        if self.config.bidirectional:
-            raise ValueError("an encoder sees whole rows and can't decode: use bidirectional=False")
+        self._check_causal()
+        _check_kind("cache", cache, Cache)
         self._check(ids, cache.length)
+        if cache.config is not self.config and cache.config != self.config:
+            raise ValueError("cache was made for another model: use Cache(model.config)")
+        if cache.bytes is not None and cache.bytes.shape[0] != ids.shape[0]:
+            raise ValueError(
+                f"ids have {ids.shape[0]} rows, the cache {cache.bytes.shape[0]}: decode the same rows, or "
+                f"begin with a new Cache(model.config)"
+            )
         logits = self._logits(ids, cache)
         cache.length += ids.shape[1]
         cache.attention.length = cache.length
         return logits
 
+    def _check_causal(self) -> None:
+        if self.config.bidirectional:
+            raise ValueError("an encoder sees whole rows and can't decode: use bidirectional=False")
+
     def _check(self, ids: Tensor, held: int = 0) -> None:
+        _check_symbols("ids", ids)
         check_ids("ids", ids)
         length, limit = held + ids.shape[1], self.config.max_seq_len
         if length > limit and (self.config.attention_every or self.config.bidirectional):
@@ -463,6 +496,8 @@ class ByteSpectralLM(nn.Module):
         Keywords and errors are those of `LLMMed.stream`. A model with attention rebuilds its cache from the
         last half of the window when it is full; others go on without end.
         """
+        self._check_causal()
+        _check_symbols("prompt", prompt)
         check_ids("prompt", prompt)
         check_sampling(max_new, temperature, top_k, top_p)
         if seed is not None:
@@ -493,3 +528,20 @@ class ByteSpectralLM(nn.Module):
             if limit < 2**62:  # what a full cache is rebuilt from
                 seen = torch.cat([seen, fresh], dim=1)[:, -limit:]
             yield new
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        given = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise TypeError(f"{name} must be a {kind.__module__}.{kind.__qualname__}, got a {given}")
+
+
+def _check_symbols(name: str, symbols: object) -> None:
+    """Raises TypeError unless these are whole numbers in a tensor."""
+    if not isinstance(symbols, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor, got {type(symbols).__name__}: bytes become one by "
+            f"torch.tensor([list(b'text')])"
+        )
+    if symbols.dtype not in (torch.uint8, torch.int32, torch.int64):
+        raise TypeError(f"{name} are {symbols.dtype}, expected uint8, int32 or int64: call {name}.long()")

@@ -141,7 +141,8 @@ class Candidate:
     launches: str | Callable[[], int] | None = None
     """A counter that its own kernels advance; a candidate whose counter stands still is rejected."""
     sources: tuple[str, ...] = ()
-    """Modules whose text decides what it computes, beside the module named in `load`."""
+    """Modules whose text decides what it computes, beside the module named in `load`; "package:file" names
+    another file of a package."""
 
     @cached_property
     def call(self) -> Callable[..., Any]:
@@ -165,12 +166,15 @@ class Candidate:
         """Changes when the candidate's own code or a required package's version changes."""
         digest = hashlib.sha256()
         own = self.load.split(":")[0] if isinstance(self.load, str) else self.load.__module__
-        for module in (own, *self.sources):
+        for source in (own, *self.sources):
+            module, _, file = source.partition(":")
             if module == "__main__":  # a script, which has no spec
                 origin = getattr(sys.modules[module], "__file__", None)
             else:
                 spec = importlib.util.find_spec(module)
                 origin = spec.origin if spec else None
+            if origin is not None and file:
+                origin = str(Path(origin).with_name(file))
             if origin is not None and Path(origin).is_file():
                 digest.update(Path(origin).read_bytes())
         for package in self.requires:

@@ -15,8 +15,9 @@ from bakeoff.train.data import Batches, ByteCorpus, Prefetcher, held_out_rows, s
 from bakeoff.train.device import deterministic, memory_errors, pick_device, spread_mode
 from bakeoff.train.leak import check_leaks
 from bakeoff.train.metrics import MetricsLog
-from bakeoff.train.run import Result, Run
+from bakeoff.train.run import Result, Run, stopped_first
 from bakeoff.train.rundir import open_run
+from bakeoff.train.signals import Stopped, StopSignals
 from bakeoff.train.step import Stepper
 
 __all__ = ["train"]
@@ -30,7 +31,8 @@ def train(
 ) -> Result:
     """Trains the configured model, or goes on with an interrupted run.
 
-    Ctrl-C or SIGTERM ends it after the step in hand, with a checkpoint. Everything is written below
+    Ctrl-C or SIGTERM ends it after the step in hand, with a checkpoint; before the first step at once, with
+    nothing to save; while it makes its last measurement, behind that. Everything is written below
     ``config.train.run_dir``: config.toml, metrics.jsonl, table.json (the verdicts used), checkpoints/.
     Under torchrun the ranks share the work as ``config.parallel`` says; the first writes and prints.
 
@@ -91,24 +93,34 @@ def _train(
     )
     evaluation = held_out_rows(corpus, held_out, config.seq_len, config.train.eval_rows).to(device)
     run_dir, start = open_run(config, world)
-    torch.manual_seed(config.train.seed)
-    model = build(config.model)
-    if start is not None:
-        model.load_state_dict(start.weights)
-    model.to(device).train()
-    if config.train.leak_check:
-        check_leaks(model, evaluation, config, device)
-    with (
-        memory_errors(config),
-        MetricsLog(run_dir, config, console, first=world.first) as metrics,
-        Prefetcher(batches, device) as feed,
-    ):
-        stepper = Stepper(model, config, device, world, mode)
-        stepper.uncaptured = no_graph
-        flops = model.flops_per_token(config.seq_len)
-        run = Run(config, run_dir, stepper, feed, evaluation, metrics, console, clock, settings, flops)
-        run.prepare(start)
-        return run.go()
+    # A rank that left at once would leave the others waiting; they hear of it before the first step.
+    with StopSignals(at_once=world.size == 1) as signals:
+        try:
+            torch.manual_seed(config.train.seed)
+            model = build(config.model)
+            if start is not None:
+                model.load_state_dict(start.weights)
+            model.to(device).train()
+            if config.train.leak_check:
+                check_leaks(model, evaluation, config, device)
+            with (
+                memory_errors(config),
+                MetricsLog(run_dir, config, console, first=world.first) as metrics,
+                Prefetcher(batches, device) as feed,
+            ):
+                stepper = Stepper(model, config, device, world, mode)
+                stepper.uncaptured = no_graph
+                flops = model.flops_per_token(config.seq_len)
+                run = Run(
+                    config, run_dir, stepper, feed, evaluation, metrics, console, clock, settings, flops
+                )
+                run.prepare(start)
+                return run.go(signals)
+        except Stopped:
+            if config.metrics.console:
+                told = stopped_first(signals.caught, start.folder if start else None)
+                console.print(told, highlight=False, markup=False, soft_wrap=True)
+            return Result.unstarted(run_dir, start, signals.caught)
 
 
 def _why_no_graph(config: Config, device: torch.device, world: World) -> str:

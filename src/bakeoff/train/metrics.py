@@ -2,8 +2,9 @@
 
 A row is a flat dictionary. ``event`` says what it is:
     start   what the run is, and ``select/OP``, the candidate chosen for each op
-    train   step, loss (nats), bits_per_byte, grad_norm, lr, tokens_per_s, share_of_peak, peak_bytes,
-            data_wait_s, skipped (steps so far with a gradient that was not finite), seconds
+    train   step, steps (so many up to this one are what the row is about), loss (nats), bits_per_byte,
+            grad_norm, lr, tokens_per_s, share_of_peak, peak_bytes, data_wait_s, seconds,
+            skipped (steps so far with a gradient that was not finite)
             graph_bytes (device memory held by a captured step)
     eval    step, held_out_bits_per_byte
     capture step, captured, reason: whether steps are replayed from a CUDA graph, once that is known
@@ -90,8 +91,13 @@ def _ends_torn(path: Path) -> bool:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, without lines torn by a kill and without rows that a resume took back."""
+    """The rows of a metrics.jsonl, without lines torn by a kill and without rows that a resume took back.
+
+    The train row that ends a run may be about fewer steps than others; a run that goes on writes the whole
+    row, which replaces it.
+    """
     rows: list[dict[str, Any]] = []
+    logged = 0  # the step of the last train row
     for text in Path(path).read_bytes().splitlines():
         try:
             row = msgspec.json.decode(text, type=dict[str, Any])
@@ -103,6 +109,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             ]
         elif row.get("event") == "start" and not (rows and rows[-1].get("event") == "resume"):
             rows = []  # from the beginning: the run was killed before its first checkpoint
+        elif row.get("event") == "train":
+            first = row["step"] - row.get("steps", 0)
+            if logged > first:
+                rows = [kept for kept in rows if kept.get("event") != "train" or kept["step"] <= first]
+            logged = row["step"]
         rows.append(row)
     return rows
 

@@ -31,14 +31,15 @@ from bakeoff.train.pace import Pace
 from bakeoff.train.signals import StopSignals
 from bakeoff.train.step import Stepper, learning_rate
 
-__all__ = ["Result", "Run"]
+__all__ = ["Result", "Run", "stopped_first"]
 
 _HOPELESS = 50  # steps in a row without a finite gradient
 _TIME_IS_UP = 128  # a wish to stop that is no signal
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What a run did. Bits per byte are means over held-out rows; a byte drawn blindly costs 8."""
+    """What a run did. Bits per byte are means over held-out rows; a byte drawn blindly costs 8; they are NaN
+    where a signal came before they were measured."""
 
     run_dir: Path
     checkpoint: Path | None
@@ -54,6 +55,29 @@ class Result(msgspec.Struct, frozen=True):
     """"steps", "time", or the signal that ended the run early."""
     selection: tuple[Explanation, ...]
     """What each op ran, and why."""
+
+    @classmethod
+    def unstarted(cls, run_dir: Path, start: Checkpoint | None, stopped: str) -> "Result":
+        """The result of a run that the signal `stopped` ended while it prepared."""
+        return cls(
+            run_dir=run_dir,
+            checkpoint=None,
+            steps=start.step if start else 0,
+            seconds=start.numbers["elapsed"] if start else 0.0,
+            bits_per_byte_before=start.numbers["before"] if start else math.nan,
+            bits_per_byte_after=math.nan,
+            tokens_per_s=0.0,
+            skipped=0,
+            stopped=stopped,
+            selection=(),
+        )
+
+
+def stopped_first(name: str, held: Path | None) -> str:
+    """What to say of a run that the signal `name` ended before it made a step; `held` is the checkpoint that
+    it was to go on from."""
+    rest = f"{held} is still the last checkpoint" if held else "nothing to save"
+    return f"{name}: stopped before the first step; {rest}"
 
 
 class Run:
@@ -83,6 +107,7 @@ class Run:
         self.lr = 0.0
         self.skipped = 0
         self.saved: Path | None = None
+        self.held: Path | None = None  # the checkpoint that this call goes on from
         self.selection: list[Explanation] = []
         self.flops_per_token = flops_per_token
         self.peak_flops = 0.0
@@ -126,6 +151,7 @@ class Run:
         self.stepper.restore(start.tensors)
         start.read_moments(self.stepper.moments(), self.world)
         self.step = self.first_step = start.step
+        self.held = start.folder
         self.logged_step = numbers["logged_step"]
         self.before = numbers["before"]
         self.pace.before = self.seconds = numbers["elapsed"]
@@ -162,35 +188,27 @@ class Run:
         train = self.config.train
         return min(1.0, self.step / train.steps if train.steps else self.seconds / train.max_seconds)
 
-    def go(self) -> Result:
+    def go(self, signals: StopSignals) -> Result:
         """Steps until the run is over or a signal comes; saves; measures."""
-        train = self.config.train
-        with StopSignals() as signals:
-            wish, self.seconds = self.world.post(self._wish(signals), self.pace.elapsed).read()
-            stopped = self._over(wish)
-            while not stopped:
-                posted = self.world.post(self._wish(signals), self.pace.elapsed)
-                self._step()
-                if self.step % train.log_every == 0:
-                    self.report()
-                self.world.doing(f"waiting at step {self.step}")
-                # One rank alone hears itself at once; several hear what was said before the step.
-                wish, self.seconds = (
-                    posted if self.world.size > 1 else self.world.post(self._wish(signals), self.pace.elapsed)
-                ).read()
-                stopped = self._over(wish)
-                if train.eval_every and self.step % train.eval_every == 0 and not stopped:
-                    self.evaluate()
-                if train.checkpoint_every and self.step % train.checkpoint_every == 0 and not stopped:
-                    self.save()
-            made = self.step - self.first_step
-            busy = self.pace.busy()
-            if made:
-                self.save(last=True)
-        if stopped not in ("steps", "time"):
+        signals.at_once = False
+        stopped = self._steps(signals)
+        made = self.step - self.first_step
+        busy = self.pace.busy()
+        if made:
+            self.save(last=True)
+        if made and self.step > self.logged_step:
+            self.report()  # behind the checkpoint, so that a run that goes on makes the whole row
+        early = stopped not in ("steps", "time")
+        if early and made:
             self._say(f"{stopped}: stopped after step {self.step}, saved {self.saved}")
             self._say(f"go on with train.run_dir={self.run_dir}")
-        self.after = self.evaluate()
+        elif early:
+            self._say(stopped_first(stopped, self.held))
+        self.after = math.nan if early and not made else self.evaluate()
+        if signals.caught and not early:
+            self._say(
+                f"{signals.caught}: the run was over at step {self.step}, saved {self.saved or self.held}"
+            )
         speed = made * self.config.train.batch_size * self.config.seq_len / busy if made and busy > 0 else 0.0
         self.metrics.write(
             {
@@ -215,6 +233,28 @@ class Run:
             stopped=stopped,
             selection=tuple(self.selection),
         )
+
+    def _steps(self, signals: StopSignals) -> str:
+        """All steps of this call; returns what ended them."""
+        train = self.config.train
+        wish, self.seconds = self.world.post(self._wish(signals), self.pace.elapsed).read()
+        stopped = self._over(wish)
+        while not stopped:
+            posted = self.world.post(self._wish(signals), self.pace.elapsed)
+            self._step()
+            if self.step % train.log_every == 0:
+                self.report()
+            self.world.doing(f"waiting at step {self.step}")
+            # One rank alone hears itself at once; several hear what was said before the step.
+            wish, self.seconds = (
+                posted if self.world.size > 1 else self.world.post(self._wish(signals), self.pace.elapsed)
+            ).read()
+            stopped = self._over(wish)
+            if train.eval_every and self.step % train.eval_every == 0 and not stopped:
+                self.evaluate()
+            if train.checkpoint_every and self.step % train.checkpoint_every == 0 and not stopped:
+                self.save()
+        return stopped
 
     def _wish(self, signals: StopSignals) -> int:
         """Why this rank would stop: a signal's number, the time, or 0."""
@@ -274,6 +314,7 @@ class Run:
         row = {
             "event": "train",
             "step": self.step,
+            "steps": self.step - self.logged_step,
             "loss": found["loss"],
             "bits_per_byte": found["loss"] / math.log(2.0),
             "grad_norm": found["grad_norm"],

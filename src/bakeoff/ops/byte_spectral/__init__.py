@@ -71,6 +71,12 @@ def byte_spectral(
         (torch.Size([1, 8, 5]), [0, 4])
     """
     device = ids.device.type if isinstance(ids, torch.Tensor) else "cpu"
-    if weight is not None and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+    if (
+        isinstance(weight, torch.Tensor)
+        and weight.is_floating_point()
+        and weight.dtype != torch.float64
+        and device != "meta"  # where there is no autocast to ask for
+        and torch.is_autocast_enabled(device)
+    ):
         weight = weight.to(torch.get_autocast_dtype(device))
     return OP(ids, table, window, omega, features, weight, bias, causal, impl=impl)  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import reprlib
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ _MOST_LOOP = 1024
 
 def check(case: Case) -> None:
     """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
-    _check_ids(case.ids)
-    if not isinstance(case.table, TensorMeta) or len(case.table.shape) != 2 or case.table.shape[0] != 256:
+    _check_kinds(case)
+    if len(case.ids.shape) != 2:
+        raise ValueError(f"byte_spectral: ids has {_shape(case.ids)}, expected [B, T]; one row is ids[None]")
+    if len(case.table.shape) != 2 or case.table.shape[0] != 256:
         raise ValueError(f"byte_spectral: table has {_shape(case.table)}, expected [256, C]: one row a byte")
     if case.table.shape[1] == 0:
         raise ValueError("byte_spectral: table has no columns; it needs at least one")
@@ -30,26 +33,32 @@ def check(case: Case) -> None:
         raise ValueError(
             f"byte_spectral: features is {case.features!r}, expected one of {', '.join(_FEATURES)}"
         )
-    if not isinstance(case.causal, bool):
-        raise TypeError(f"byte_spectral: causal is {case.causal!r}, expected True or False")
     _check_form(case)
     for name in ("window", "omega", "bias"):
         value = case.args[name]
-        if value is None:
-            continue
-        if not isinstance(value, TensorMeta) or len(value.shape) != 1 or value.shape[0] == 0:
+        if isinstance(value, TensorMeta) and (len(value.shape) != 1 or value.shape[0] == 0):
             raise ValueError(f"byte_spectral: {name} has {_shape(value)}, expected one dimension, not empty")
-    for name, meta in case.tensors.items():
-        if name != "ids" and not meta.dtype.is_floating_point:
-            raise TypeError(f"byte_spectral: {name} is {meta.dtype}; convert it to a floating point dtype")
     _check_projection(case)
 
 
-def _check_ids(ids: object) -> None:
-    if not isinstance(ids, TensorMeta) or len(ids.shape) != 2:
-        raise ValueError(f"byte_spectral: ids has {_shape(ids)}, expected [B, T]")
-    if ids.dtype != torch.uint8:
-        raise TypeError(f"byte_spectral: ids is {ids.dtype}, expected bytes: pass ids.to(torch.uint8)")
+def _check_kinds(case: Case) -> None:
+    for name in ("ids", "table", "window", "omega", "weight", "bias"):
+        value = case.args[name]
+        if value is None and name not in ("ids", "table"):
+            continue
+        if not isinstance(value, TensorMeta):
+            hint = ": torch.tensor([list(b'text')], dtype=torch.uint8), for example" if name == "ids" else ""
+            raise TypeError(f"byte_spectral: {name} must be a tensor, got {reprlib.repr(value)}{hint}")
+        if name == "ids" and value.dtype != torch.uint8:
+            raise TypeError(f"byte_spectral: ids is {value.dtype}, expected bytes: pass ids.to(torch.uint8)")
+        if name != "ids" and (not value.dtype.is_floating_point or value.dtype.itemsize < 2):
+            raise TypeError(
+                f"byte_spectral: {name} is {value.dtype}; convert it to a floating point dtype of at least "
+                f"16 bits"
+            )
+    if not isinstance(case.causal, bool):
+        given = "a tensor" if isinstance(case.causal, TensorMeta) else repr(case.causal)
+        raise TypeError(f"byte_spectral: causal is {given}, expected True or False")
 
 
 def _check_form(case: Case) -> None:
@@ -75,7 +84,7 @@ def _check_projection(case: Case) -> None:
             raise ValueError("byte_spectral: bias is added to a projection, and weight is None; pass one")
         return
     F = _feature_count(case)
-    if not isinstance(weight, TensorMeta) or len(weight.shape) != 2 or weight.shape[0] != F:
+    if len(weight.shape) != 2 or weight.shape[0] != F:
         raise ValueError(
             f"byte_spectral: weight has {_shape(weight)}, expected [{F}, D]: "
             f"{case.table.shape[1]} columns of the table, {_bins(case)} frequencies"
@@ -87,8 +96,8 @@ def _check_projection(case: Case) -> None:
         raise ValueError(f"byte_spectral: bias has {_shape(bias)}, expected [{weight.shape[1]}] as weight")
 
 
-def _shape(value: object) -> str:
-    return f"shape {list(value.shape)}" if isinstance(value, TensorMeta) else f"type {type(value).__name__}"
+def _shape(value: TensorMeta) -> str:
+    return f"shape {list(value.shape)}"
 
 
 def _bins(case: Case) -> int:
@@ -278,6 +287,9 @@ OP = Op(
             launches="bakeoff.launch:launches",
             sources=(
                 "bakeoff.ops.byte_spectral.kernels",
+                "bakeoff.ops.byte_spectral.kernels.spectrum",
+                "bakeoff.ops.byte_spectral.kernels.forward",
+                "bakeoff.ops.byte_spectral.kernels.backward",
                 "bakeoff.ops.byte_spectral.run",
                 "bakeoff.ops.byte_spectral.reference",
                 "bakeoff.launch",

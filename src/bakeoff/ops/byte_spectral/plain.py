@@ -14,7 +14,7 @@ __all__ = ["compiled", "eager", "loop", "rfft"]
 
 def _without_autocast(formula: Callable[..., torch.Tensor], ids: torch.Tensor, *rest: Any) -> torch.Tensor:
     """`formula` in the dtypes it names: autocast would round the spectra to 8 bits."""
-    if not torch.is_autocast_enabled(ids.device.type):
+    if ids.is_meta or not torch.is_autocast_enabled(ids.device.type):
         return formula(ids, *rest)
     with torch.autocast(ids.device.type, enabled=False):
         return formula(ids, *rest)

@@ -7,14 +7,15 @@ import torch
 
 from bakeoff.launch import Launcher
 from bakeoff.ops.byte_spectral import kernels
+from bakeoff.ops.byte_spectral.kernels import backward, forward
 from bakeoff.ops.byte_spectral.reference import EPS
 
 __all__ = ["Gradients", "out_like", "run_backward", "run_forward"]
 
-_forward = Launcher(kernels._forward)
-_backward_signal = Launcher(kernels._backward_signal)
-_backward_weight = Launcher(kernels._backward_weight)
-_sum_partials = Launcher(kernels._sum_partials)
+_forward = Launcher(forward._forward)
+_backward_signal = Launcher(backward._backward_signal)
+_backward_weight = Launcher(backward._backward_weight)
+_sum_partials = Launcher(backward._sum_partials)
 
 Gradients = tuple[
     torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None

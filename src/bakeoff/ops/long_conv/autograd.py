@@ -1,25 +1,29 @@
-"""The Triton candidates of long_conv: their kernels under autograd, and as ops for torch.compile."""
+"""long_conv by its own kernels, of either method, under autograd and as ops for torch.compile."""
 
 from typing import Any
 
 import torch
 
+from bakeoff.ops.long_conv.fft import FFT
 from bakeoff.ops.long_conv.rows import room_like
-from bakeoff.ops.long_conv.run import run_backward, run_forward
+from bakeoff.ops.long_conv.run import Method, run_backward, run_forward
+from bakeoff.ops.long_conv.toeplitz import TOEPLITZ
 
-__all__ = ["toeplitz"]
+__all__ = ["fft", "toeplitz"]
 
+_METHODS: dict[str, Method] = {"toeplitz": TOEPLITZ, "fft": FFT()}
 _TWICE = (
-    "long_conv's toeplitz candidate can't be differentiated twice; "
+    "this candidate of long_conv can't be differentiated twice; "
     "pass impl='eager' or use bakeoff.using(long_conv='eager')"
 )
 
 
 class _LongConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any) -> Any:
+    def forward(ctx: Any, u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, method: str) -> Any:
         keep = gate_out is not None and ctx.needs_input_grad[4]
-        out, y = run_forward(u, h, skip, gate_in, gate_out, keep)
+        out, y = run_forward(_METHODS[method], u, h, skip, gate_in, gate_out, keep)
+        ctx.method = method
         ctx.save_for_backward(u, h, skip, gate_in, gate_out, y)
         return out
 
@@ -44,7 +48,8 @@ class _Recorded(torch.autograd.Function):
 
 def _gradients(ctx: Any, dout: Any) -> tuple[torch.Tensor | None, ...]:
     u, h, skip, gate_in, gate_out, y = ctx.saved_tensors
-    return run_backward(dout, u, h, skip, gate_in, gate_out, y, ctx.needs_input_grad)
+    wanted = ctx.needs_input_grad
+    return (*run_backward(_METHODS[ctx.method], dout, u, h, skip, gate_in, gate_out, y, wanted), None)
 
 
 @torch.library.custom_op("bakeoff::long_conv_forward", mutates_args=())
@@ -55,13 +60,14 @@ def _forward_op(
     gate_in: torch.Tensor | None,
     gate_out: torch.Tensor | None,
     keep: bool,
+    method: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, y = run_forward(u, h, skip, gate_in, gate_out, keep)
+    out, y = run_forward(_METHODS[method], u, h, skip, gate_in, gate_out, keep)
     return out, u.new_empty(0) if y is None else y
 
 
 @_forward_op.register_fake
-def _(u: Any, _h: Any, _skip: Any, _gate_in: Any, _gate_out: Any, keep: bool) -> Any:
+def _(u: Any, _h: Any, _skip: Any, _gate_in: Any, _gate_out: Any, keep: bool, _method: str) -> Any:
     out = room_like(u)
     return out, torch.empty_like(out) if keep else u.new_empty(0)
 
@@ -76,15 +82,17 @@ def _backward_op(
     gate_out: torch.Tensor | None,
     y: torch.Tensor,
     wanted: list[bool],
+    method: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = run_backward(dout, u, h, skip, gate_in, gate_out, y, wanted)
+    found = run_backward(_METHODS[method], dout, u, h, skip, gate_in, gate_out, y, wanted)
     du, dh, dskip, din, dgate = (u.new_empty(0) if g is None else g for g in found)
     return du, dh, dskip, din, dgate
 
 
 @_backward_op.register_fake
 def _(
-    dout: Any, u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, y: Any, wanted: list[bool]
+    dout: Any, u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, y: Any,
+    wanted: list[bool], _method: str,
 ) -> Any:  # fmt: skip
     none = u.new_empty(0)
     moves, tunes = wanted[0] or wanted[3], wanted[1] or wanted[2]
@@ -99,34 +107,45 @@ def _(
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs[:5], output[1])
+    ctx.method = inputs[6]
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients_op(ctx: Any, dout: Any, _: Any) -> Any:
     wanted = ctx.needs_input_grad[:5]
-    found = _backward_op(dout, *ctx.saved_tensors, list(wanted))
-    return (*(gradient if want else None for gradient, want in zip(found, wanted, strict=True)), None)
+    found = _backward_op(dout, *ctx.saved_tensors, list(wanted), ctx.method)
+    return (*(gradient if want else None for gradient, want in zip(found, wanted, strict=True)), None, None)
 
 
 _forward_op.register_autograd(_gradients_op, setup_context=_save)
 
 
-def toeplitz(
+def _convolved(
+    method: str,
     u: torch.Tensor,
     h: torch.Tensor,
     skip: torch.Tensor | None,
     gate_in: torch.Tensor | None,
     gate_out: torch.Tensor | None,
-    causal: bool,
 ) -> torch.Tensor:
-    """The ``toeplitz`` candidate; `causal` is True, as its declaration asks for."""
-    del causal
     given = [t for t in (u, h, skip, gate_in, gate_out) if t is not None]
     grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if torch.compiler.is_compiling():
         keep = grad and gate_out is not None and gate_out.requires_grad
-        out: torch.Tensor = _forward_op(u, h, skip, gate_in, gate_out, keep)[0]
+        out: torch.Tensor = _forward_op(u, h, skip, gate_in, gate_out, keep, method)[0]
         return out
     if grad:
-        return _LongConv.apply(u, h, skip, gate_in, gate_out)  # type: ignore[no-any-return, no-untyped-call]
-    return run_forward(u, h, skip, gate_in, gate_out, False)[0]
+        return _LongConv.apply(u, h, skip, gate_in, gate_out, method)  # type: ignore[no-any-return, no-untyped-call]
+    return run_forward(_METHODS[method], u, h, skip, gate_in, gate_out, False)[0]
+
+
+def toeplitz(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) -> torch.Tensor:
+    """The ``toeplitz`` candidate; `causal` is True, as its declaration asks for."""
+    del causal
+    return _convolved("toeplitz", u, h, skip, gate_in, gate_out)
+
+
+def fft(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) -> torch.Tensor:
+    """The ``fft`` candidate; `causal` is True, as its declaration asks for."""
+    del causal
+    return _convolved("fft", u, h, skip, gate_in, gate_out)

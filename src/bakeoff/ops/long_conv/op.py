@@ -2,6 +2,8 @@
 
 import torch
 
+from bakeoff import cuda
+from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.long_conv.reference import long_conv as reference
 from bakeoff.select.compiled import compiler_missing
 from bakeoff.select.key import round_rows, with_layout
@@ -128,29 +130,31 @@ def heuristic(case: Case, regime: str) -> str:
 
 
 def _toeplitz(case: Case) -> str | None:
-    """Why the Triton candidate can't take these arguments."""
+    """Why products with Toeplitz matrices can't take these arguments."""
     if not case.causal:
         return "only causal filters"
-    u, rest = case.u, [case.args[name] for name in ("h", "skip", "gate_in", "gate_out")]
-    given = [meta for meta in rest if isinstance(meta, TensorMeta)]
-    if torch.float64 in [u.dtype, *(meta.dtype for meta in given)]:
+    given = [case.args[name] for name in ("h", "skip", "gate_in", "gate_out")]
+    if torch.float64 in [case.u.dtype, *(meta.dtype for meta in given if isinstance(meta, TensorMeta))]:
         return "no float64"
-    if any(meta.dtype != u.dtype for meta in given if len(meta.shape) == 3):
+    gates = [meta for meta in given[2:] if isinstance(meta, TensorMeta)]
+    if any(meta.dtype != case.u.dtype for meta in gates):
         return "the gates must have u's dtype"
-    if u.numel == 0:
-        return "nothing to compute"
+    return "nothing to compute" if case.u.numel == 0 else None
+
+
+def _fft(case: Case) -> str | None:
+    """Why FFTs on the chip can't take these arguments."""
+    if reason := cuda.missing() or _toeplitz(case):
+        return reason
+    shared = cuda.limits(torch.device(case.device)).shared
+    if plan(case.u.shape[1], case.h.shape[1], shared) is None:
+        return "the sequence is too long"
     return None
 
 
 _SOURCES = ("bakeoff.ops.long_conv.reference",)
 _HERE = "bakeoff.ops.long_conv"
-_TRITON_SOURCES = (
-    f"{_HERE}.kernels.pack",
-    f"{_HERE}.kernels.toeplitz",
-    f"{_HERE}.rows",
-    f"{_HERE}.run",
-    "bakeoff.launch",
-)
+_ROWS = tuple(f"{_HERE}.{room}" for room in ("kernels.pack", "rows", "run"))
 
 OP = Op(
     name="long_conv",
@@ -165,8 +169,16 @@ OP = Op(
             "bakeoff.ops.long_conv.autograd:toeplitz",
             requires=("triton",),
             supports=_toeplitz,
-            sources=_TRITON_SOURCES,
+            sources=(*_ROWS, f"{_HERE}.toeplitz", f"{_HERE}.kernels.toeplitz", "bakeoff.launch"),
             launches="bakeoff.launch:launches",
+        ),
+        Candidate(
+            "fft",
+            "bakeoff.ops.long_conv.autograd:fft",
+            requires=("triton",),
+            supports=_fft,
+            sources=(*_ROWS, f"{_HERE}.fft", f"{_HERE}.plan", f"{_HERE}.kernels:fft.cu", "bakeoff.cuda"),
+            launches="bakeoff.cuda:launches",
         ),
     ),
     check=check,

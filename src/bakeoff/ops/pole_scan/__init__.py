@@ -20,8 +20,10 @@ def pole_scan(
 
     p[c, k] = exp(log_radius[c, k] + i theta[c, k]); Z_k[t] = p_k Z_k[t-1] + u[t], Z before position 0 being
     `state`; y[t] = Re sum_k coef_k Z_k[t]. Without a state, y is u convolved with
-    h[n] = Re sum_k coef_k p_k^n. y[t] depends on u[..t] alone. A sequence may be fed in pieces, each with the
-    state that the one before returned; T = 1 is a decoding step, of cost O(B C K).
+    h[n] = Re sum_k coef_k p_k^n. y[t] depends on u[..t] alone: to the last bit with ``scan`` and ``triton``;
+    ``eager``, an FFT, spreads an error of some 1e-7 of the largest value (float32) over all positions of a
+    row and channel, and so it does a NaN or an infinity. A sequence may be fed in pieces, each with the state
+    that the one before returned; T = 1 is a decoding step, of cost O(B C K).
 
     Computed in float32 (float64 if an argument other than `state` has that precision) and rounded once.
 
@@ -31,16 +33,16 @@ def pole_scan(
             positive one grows, and once exp(T log_radius) overflows results are no longer finite: with the
             candidates that use an FFT everywhere, with the others from there on.
         theta: [C, K], float32 or float64, radians a position; any finite value, pi being the Nyquist
-        frequency.
+            frequency.
         coef: [C, K], complex64 or complex128. Parameters kept as reals [C, K, 2] are passed as
             torch.view_as_complex(coef), which costs nothing and is differentiable.
         state: [B, C, K], complex64 or complex128; None stands for zeros.
         impl: the candidate to run; by default the selected one.
 
     Returns:
-        (y, state): y [B, T, C] in u's dtype; the state after the last position, [B, C, K], complex64
-        (complex128 where computed so). Both carry gradients. Gradients of complex tensors follow PyTorch's
-        convention: a step against them goes downhill.
+        (y, state): y [B, T, C] in u's dtype, in strides of the candidate's choice; the state after the last
+        position, [B, C, K], complex64 (complex128 where computed so). Both carry gradients. Gradients of
+        complex tensors follow PyTorch's convention: a step against them goes downhill.
 
     Raises:
         ValueError: shapes that don't fit; the message says what was expected.

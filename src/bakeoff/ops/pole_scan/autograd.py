@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from bakeoff.ops.pole_scan.kernels import CHUNK, TABLE_ROWS, padded
+from bakeoff.ops.pole_scan.kernels import CHUNK, padded
+from bakeoff.ops.pole_scan.kernels.poles import TABLE_ROWS
 from bakeoff.ops.pole_scan.run import run_backward, run_forward, run_step
 
 __all__ = ["pole_scan"]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import reprlib
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ def check(case: Case) -> None:
     u = case.u
     for name, value in case.args.items():
         if not isinstance(value, TensorMeta) and not (name == "state" and value is None):
-            raise TypeError(f"pole_scan: {name} must be a tensor, got {value!r}")
-    if not u.dtype.is_floating_point:
-        raise TypeError(f"pole_scan: u is {u.dtype}; convert it to a floating point dtype")
+            hint = "; the state is the second of the two results" if isinstance(value, tuple) else ""
+            raise TypeError(f"pole_scan: {name} must be a tensor, got {reprlib.repr(value)}{hint}")
+    if not u.dtype.is_floating_point or u.dtype.itemsize < 2:
+        raise TypeError(
+            f"pole_scan: u is {u.dtype}; convert it to a floating point dtype of at least 16 bits"
+        )
     if len(u.shape) != 3:
         raise ValueError(f"pole_scan: u has shape {u.shape}, expected [B, T, C]; one sequence is u[None]")
     for name in ("log_radius", "theta"):
@@ -178,7 +182,15 @@ OP = Op(
             supports=triton_supports,
             requires=("triton",),
             launches="bakeoff.launch:launches",
-            sources=(f"{_HERE}.kernels", f"{_HERE}.run", "bakeoff.launch"),
+            sources=(
+                f"{_HERE}.kernels",
+                f"{_HERE}.kernels.poles",
+                f"{_HERE}.kernels.edges",
+                f"{_HERE}.kernels.forward",
+                f"{_HERE}.kernels.backward",
+                f"{_HERE}.run",
+                "bakeoff.launch",
+            ),
         ),
     ),
     check=check,

@@ -3,9 +3,10 @@
 All powers of poles are taken in float64: n * theta in float32 is off by 1e-3 radians at n = 32768.
 Arithmetic on complex numbers is written out in reals, [re | im] side by side along the pole dimension,
 which makes products with powers real matrix products, and which Inductor can fuse.
-"""
 
-import math
+Sizes are formed so that torch.compile can leave T open: it would compile anew for every length on which
+one of them depends in another way, and gives up after a few.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,9 @@ def eager(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The impulse response as one batched matrix product of powers, then a zero-padded real FFT."""
     if u.numel() == 0:
-        return _empty(u, coef, state)
+        return _empty(u, log_radius, theta, coef, state)
+    if not _autocasts(u):
+        return _eager(u, log_radius, theta, coef, state)
     with torch.autocast(u.device.type, enabled=False):
         return _eager(u, log_radius, theta, coef, state)
 
@@ -40,7 +43,7 @@ def _eager(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     B, T, C = u.shape
     real = _real(u, log_radius, theta, coef)
-    S = 1 << (math.isqrt(T - 1).bit_length())
+    S = _fine_steps(T)
     A = -(-T // S)
     fine = _powers(log_radius, theta, torch.arange(S, device=u.device))
     coarse = _powers(log_radius, theta, S * torch.arange(A, device=u.device))
@@ -74,15 +77,13 @@ def scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chunks: a Toeplitz product inside, their states by an associative scan in log2(chunks) steps."""
     if u.numel() == 0:
-        return _empty(u, coef, state)
-    with torch.autocast(u.device.type, enabled=False):
-        y, end = _scan(
-            u,
-            log_radius,
-            theta,
-            _reals(coef),
-            None if state is None else _reals(state),
-        )
+        return _empty(u, log_radius, theta, coef, state)
+    args = (u, log_radius, theta, _reals(coef), None if state is None else _reals(state))
+    if not _autocasts(u):
+        y, end = _scan(*args)
+    else:
+        with torch.autocast(u.device.type, enabled=False):
+            y, end = _scan(*args)
     return y, torch.view_as_complex(end)
 
 
@@ -123,8 +124,10 @@ def _scan(
     y = x @ inside.mT + before.reshape(C, B * A, 2 * K) @ carry
     y = y.view(C, B, A * Q).permute(1, 2, 0)[:, :T]
     left = T - (A - 1) * Q
-    last = x.view(C, B, A, Q)[:, :, -1, :left] @ gather[..., Q - left :].mT  # [C, B, 2K]
-    end = last.view(C, B, 2, K) + _product(before[:, :, -1], powers[:, None, ..., left].to(real), -2)
+    tail = powers[..., (left - 1 - n[:Q]).clamp(min=0)].flatten(1, 2).to(real)  # where x is padding, anything
+    last = x.view(C, B, A, Q)[:, :, -1] @ tail.mT  # [C, B, 2K]
+    decay = _powers(log_radius, theta, left)[..., 0].to(real)[:, None]
+    end = last.view(C, B, 2, K) + _product(before[:, :, -1], decay, -2)
     return y.to(u.dtype), end.permute(1, 0, 3, 2).contiguous()
 
 
@@ -163,16 +166,42 @@ def _real(*tensors: torch.Tensor) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
+def _autocasts(u: torch.Tensor) -> bool:
+    """Whether autocast is on for u's device; on "meta" there is none to ask for."""
+    return not u.is_meta and torch.is_autocast_enabled(u.device.type)
+
+
 def _empty(
-    u: torch.Tensor, coef: torch.Tensor, state: torch.Tensor | None
+    u: torch.Tensor,
+    log_radius: torch.Tensor,
+    theta: torch.Tensor,
+    coef: torch.Tensor,
+    state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """No y, and the state as it was, in the dtype it would have; the poles' gradients are zeros."""
+    real = _real(u, log_radius, theta, coef)
+    wide = torch.complex128 if real == torch.float64 else torch.complex64
     if state is None:
-        state = torch.zeros((u.shape[0], *coef.shape), dtype=coef.dtype, device=u.device)
-    return u.clone(), state.clone()
+        state = torch.zeros((u.shape[0], *coef.shape), dtype=wide, device=u.device)
+    y = u + 0 * (log_radius.sum() + theta.sum() + coef.real.sum())
+    return y.to(u.dtype), state.to(wide, copy=True)
+
+
+def _fine_steps(T: int) -> int:
+    """How many steps the finer of the two levels of powers has: about the root of T."""
+    if T <= 2048:
+        return 1 if T == 1 else 32
+    return 128 if T <= 32768 else 512
 
 
 def _fast_length(n: int) -> int:
-    """The least 2^a or 3 * 2^a that is not below n: lengths at which FFTs are fast."""
+    """The least 2^a or 3 * 2^a that is not below n: lengths at which FFTs are fast.
+
+    In torch.compile a multiple of 2^b, with no prime above 127, for n up to 500,000.
+    """
+    if torch.compiler.is_compiling():
+        step = 16 if n <= 2048 else 256 if n <= 32768 else 4096
+        return -(-n // step) * step
     power = 1 << (n - 1).bit_length()
     return 3 * power // 4 if n <= 3 * power // 4 else power
 

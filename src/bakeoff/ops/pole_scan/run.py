@@ -7,18 +7,19 @@ import torch
 
 from bakeoff.launch import Launcher
 from bakeoff.ops.pole_scan import kernels
-from bakeoff.ops.pole_scan.kernels import CHUNK, TABLE_ROWS, Tiling, padded
+from bakeoff.ops.pole_scan.kernels import CHUNK, UNROLL, Tiling, backward, edges, forward, padded, poles
+from bakeoff.ops.pole_scan.kernels.poles import TABLE_ROWS
 
 __all__ = ["Scanned", "run_backward", "run_forward", "run_step"]
 
-_prepare = Launcher(kernels._prepare)
-_local = Launcher(kernels._local)
-_carry = Launcher(kernels._carry)
-_forward = Launcher(kernels._forward)
-_backward_input = Launcher(kernels._backward_input)
-_backward_poles = Launcher(kernels._backward_poles)
-_finish = Launcher(kernels._finish)
-_step = Launcher(kernels._step)
+_prepare = Launcher(poles._prepare)
+_local = Launcher(edges._local)
+_carry = Launcher(edges._carry)
+_forward = Launcher(forward._forward)
+_backward_input = Launcher(backward._backward_input)
+_backward_poles = Launcher(backward._backward_poles)
+_finish = Launcher(backward._finish)
+_step = Launcher(forward._step)
 
 _FLAT = 128
 _AHEAD = 8
@@ -93,7 +94,7 @@ def run_forward(
     _forward(
         (-(-C // how.block) * B * G, 1, 1), u, table, edges, y,
         T, C, G, CHUNK, u.stride(0), u.stride(1),
-        KP=how.poles, UNROLL=how.unroll, BLOCK=how.block, num_warps=how.warps,
+        KP=how.poles, UNROLL=UNROLL, BLOCK=how.block, num_warps=how.warps,
     )  # fmt: skip
     return Scanned(y, end, table, powers, edges)
 
@@ -117,7 +118,7 @@ def _edges(
     _local(
         (-(-C // how.block) * (how.poles // group) * B * G, 1, 1),
         x, table, edges, T, C, G, CHUNK, x.stride(0), x.stride(1),
-        KP=how.poles, GROUP=group, UNROLL=how.unroll, BLOCK=how.block,
+        KP=how.poles, GROUP=group, UNROLL=UNROLL, BLOCK=how.block,
         REVERSED=backwards, num_warps=how.warps,
     )  # fmt: skip
     _carry(
@@ -159,15 +160,15 @@ def run_backward(
         du = torch.empty((B, T, C), dtype=u.dtype, device=u.device)
         _backward_input(
             (blocks * B * G, 1, 1), dy, table, handed, du, T, C, G, CHUNK, dy.stride(0), dy.stride(1),
-            KP=how.poles, UNROLL=how.unroll, BLOCK=how.block, num_warps=how.warps,
+            KP=how.poles, UNROLL=UNROLL, BLOCK=how.block, num_warps=how.warps,
         )  # fmt: skip
     if want_poles:
-        partial = torch.empty((how.shares, 4, how.poles, C), dtype=torch.float32, device=u.device)
+        partial = torch.empty((how.shares, 4, how.poles, C), dtype=torch.float64, device=u.device)
         _backward_poles(
             (blocks * (how.poles // how.group) * how.shares, 1, 1),
             u, dy, table, edges, handed, partial, T, C, G, CHUNK, B * G, how.shares,
             u.stride(0), u.stride(1), dy.stride(0), dy.stride(1),
-            KP=how.poles, GROUP=how.group, UNROLL=how.unroll, BLOCK=how.block, num_warps=how.warps,
+            KP=how.poles, GROUP=how.group, UNROLL=UNROLL, BLOCK=how.block, num_warps=how.warps,
         )  # fmt: skip
         dlog_radius = torch.empty((C, K), dtype=torch.float32, device=u.device)
         dtheta = torch.empty_like(dlog_radius)

@@ -29,8 +29,8 @@ def spectral_filter(x: torch.Tensor, weight: torch.Tensor, *, impl: str | None =
         impl: the candidate to run; by default the selected one.
 
     Returns:
-        y, of x's shape and dtype. The weight's gradient follows PyTorch's convention for complex tensors: a
-        step against it goes downhill.
+        y, of x's shape and dtype, in strides of the candidate's choice. The weight's gradient follows
+        PyTorch's convention for complex tensors: a step against it goes downhill.
 
     Raises:
         ValueError: shapes that don't fit, such as more weights than frequencies.

@@ -1,5 +1,7 @@
 """The declaration of spectral_filter: its candidates, cost, cases and checks."""
 
+import reprlib
+
 import torch
 
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
@@ -15,9 +17,11 @@ def check(case: Case) -> None:
     x, weight = case.x, case.weight
     for name, value in case.args.items():
         if not isinstance(value, TensorMeta):
-            raise TypeError(f"spectral_filter: {name} must be a tensor, got {value!r}")
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"spectral_filter: x is {x.dtype}; convert it to a floating point dtype")
+            raise TypeError(f"spectral_filter: {name} must be a tensor, got {reprlib.repr(value)}")
+    if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
+        raise TypeError(
+            f"spectral_filter: x is {x.dtype}; convert it to a floating point dtype of at least 16 bits"
+        )
     if not weight.dtype.is_complex or weight.dtype == torch.complex32:
         raise TypeError(
             f"spectral_filter: weight is {weight.dtype}, expected complex64; reals [K, C, 2] become complex "

@@ -17,7 +17,7 @@ __all__ = ["compiled", "eager"]
 def eager(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The weight padded with ones, which is small, so that the spectrum is passed over once and not twice."""
     if x.numel() == 0:
-        return x.clone()
+        return (x + 0 * weight.real.sum()).to(x.dtype)  # the weight's gradient: zeros
     K, T = weight.shape[0], x.shape[1]
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.real.dtype), torch.float32)
     every = F.pad(weight, (0, 0, 0, T // 2 + 1 - K), value=1.0) if K < T // 2 + 1 else weight

@@ -1,0 +1,75 @@
+"""CUDA C++ sources of this package, compiled when they are first needed, by the NVRTC that PyTorch's CUDA
+builds bring along: no build step and no compiler to install.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Limits", "Module", "launches", "limits", "missing"]
+
+_count = 0
+
+
+def launches() -> int:
+    """Launches made through this module so far: the proof that a candidate's own kernel ran."""
+    return _count
+
+
+class Limits(NamedTuple):
+    """Of a device."""
+
+    multiprocessors: int
+    shared: int
+    """Bytes of shared memory a block may use."""
+
+
+@lru_cache(maxsize=16)
+def limits(device: torch.device) -> Limits:
+    """What `device` has."""
+    found = torch.cuda.get_device_properties(device)
+    return Limits(found.multi_processor_count, found.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+
+
+def missing() -> str | None:
+    """Why no CUDA source can run here; None where one can."""
+    if torch.version.cuda is None:
+        return "needs a CUDA build of PyTorch"
+    return None if torch.cuda.is_available() else "needs an NVIDIA GPU"
+
+
+class Module:
+    """A source file compiled with some options for one device, and its kernels.
+
+    Raises RuntimeError, with the compiler's log, where it can't be compiled.
+    """
+
+    def __init__(
+        self, source: str, kernels: Sequence[str], options: Sequence[str], device: torch.device
+    ) -> None:
+        from torch.cuda import _utils
+
+        text = (Path(__file__).parent / source).read_text()
+        with torch.cuda.device(device):
+            binary, _ = _utils._nvrtc_compile(text, kernels[0], nvcc_options=["--std=c++17", *options])
+            loaded: Any = _utils._cuda_load_module(binary, list(kernels))
+        self.device = device
+        self.kernels = loaded
+
+    def allow_shared(self, kernel: str, nbytes: int) -> None:
+        """Let `kernel` use so much shared memory."""
+        with torch.cuda.device(self.device):
+            self.kernels[kernel].set_shared_memory_config(nbytes)
+
+    def launch(self, kernel: str, blocks: int, threads: int, shared: int, *args: Any) -> None:
+        """Run `kernel` on the current stream. Numbers are passed as float and int, an empty tensor as a null
+        pointer."""
+        global _count
+        _count += 1
+        given = [ctypes.c_float(a) if isinstance(a, float) else a for a in args]
+        with torch.cuda.device(self.device):
+            self.kernels[kernel](grid=(blocks, 1, 1), block=(threads, 1, 1), args=given, shared_mem=shared)

@@ -1,0 +1,69 @@
+"""CUDA C++ candidates on the CPU: `bakeoff.cuda` with a compiler for this machine and threads for threads."""
+
+import ctypes
+import functools
+import hashlib
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+import bakeoff
+from bakeoff import cuda
+
+HARNESS = Path(__file__).with_name("emulation.cpp")
+ROOT = Path(bakeoff.__file__).parent
+
+
+@functools.cache
+def _library(source, kernels, options):
+    """The compiled source, kept between runs under a name made of everything that it depends on."""
+    text = (ROOT / source).read_bytes() + HARNESS.read_bytes() + repr((kernels, options)).encode()
+    folder = Path(tempfile.gettempdir()) / "bakeoff-emulation"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
+    if not path.exists():
+        named = " ".join(f"KERNEL({kernel})" for kernel in kernels)
+        fresh = path.with_suffix(f".{torch.initial_seed() % 10**6}")
+        command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", *options]
+        command += [f'-DSOURCE="{ROOT / source}"', f"-DKERNELS={named}", str(HARNESS), "-o", str(fresh)]
+        subprocess.run(command, check=True)
+        fresh.replace(path)
+    return ctypes.CDLL(str(path))
+
+
+class Module:
+    """As `bakeoff.cuda.Module`."""
+
+    def __init__(self, source, kernels, options, device):
+        del device
+        self.library = _library(source, tuple(kernels), tuple(options))
+        self.allowed = dict.fromkeys(kernels, 0)
+
+    def allow_shared(self, kernel, nbytes):
+        self.allowed[kernel] = nbytes
+
+    def launch(self, kernel, blocks, threads, shared, *args):
+        assert shared <= max(self.allowed[kernel], 48 << 10)
+        assert threads <= 1024
+        cuda._count += 1
+        given = [self._argument(a) for a in args]
+        pointers = (ctypes.c_void_p * len(given))(
+            *(ctypes.cast(ctypes.byref(a), ctypes.c_void_p) for a in given)
+        )
+        assert self.library.emulate(kernel.encode(), blocks, threads, shared, pointers) == 0
+
+    @staticmethod
+    def _argument(value):
+        if isinstance(value, torch.Tensor):
+            assert value.numel() == 0 or value.untyped_storage().data_ptr()
+            return ctypes.c_void_p(value.data_ptr() or None)
+        return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
+
+
+def emulate(monkeypatch, shared=227 << 10):
+    """CUDA candidates run here, on a device with `shared` bytes of shared memory a block."""
+    monkeypatch.setattr(cuda, "Module", Module)
+    monkeypatch.setattr(cuda, "missing", lambda: None)
+    monkeypatch.setattr(cuda, "limits", lambda device: cuda.Limits(2, shared))

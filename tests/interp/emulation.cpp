@@ -1,0 +1,111 @@
+// CUDA C++ on a CPU: each thread of a block is a thread here, and a block a barrier. Compiled together with a
+// source of kernels, -DSOURCE="..." and -DKERNELS=KERNEL(a) KERNEL(b); blocks run one after the other.
+
+#include <atomic>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+struct float2 {
+    float x, y;
+};
+static float2 make_float2(float x, float y) { return {x, y}; }
+struct Index {
+    int x;
+};
+static thread_local Index threadIdx, blockIdx;
+static thread_local std::barrier<> *block_barrier;
+static thread_local float *shared_memory;
+struct uint4 {
+    unsigned x, y, z, w;
+};
+static unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+static void atomicMax(unsigned *place, unsigned x) {
+    std::atomic_ref<unsigned> held(*place);
+    for (unsigned old = held; old < x && !held.compare_exchange_weak(old, x);) {
+    }
+}
+static void __syncthreads() { block_barrier->arrive_and_wait(); }
+static unsigned warp_most[32];
+static unsigned __reduce_max_sync(unsigned, unsigned x) {  // all threads of a block come here together
+    unsigned *most = &warp_most[threadIdx.x / 32];
+    __syncthreads();
+    *most = 0;
+    __syncthreads();
+    atomicMax(most, x);
+    __syncthreads();
+    return *most;
+}
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define SHARED(name) float *name = shared_memory
+
+static unsigned __float_as_uint(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+static float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+#define HALVES
+#if DATA == 2
+static float widened(unsigned short x) {
+    _Float16 y;
+    memcpy(&y, &x, 2);
+    return y;
+}
+static unsigned short narrowed(float x) {
+    _Float16 y = x;
+    unsigned short bits;
+    memcpy(&bits, &y, 2);
+    return bits;
+}
+#endif
+
+#include SOURCE
+
+template <class... A, size_t... I>
+static void run(void (*kernel)(A...), int blocks, int threads, int shared, void **args, std::index_sequence<I...>) {
+    for (int block = 0; block < blocks; block++) {
+        std::vector<float> memory(shared / 4 + 1, NAN);
+        std::barrier<> barrier(threads);
+        std::vector<std::thread> all;
+        for (int t = 0; t < threads; t++)
+            all.emplace_back([&, t] {
+                threadIdx.x = t;
+                blockIdx.x = block;
+                block_barrier = &barrier;
+                shared_memory = memory.data();
+                kernel(*static_cast<A *>(args[I])...);
+            });
+        for (auto &thread : all) thread.join();
+    }
+}
+
+template <class... A>
+static void run(void (*kernel)(A...), int blocks, int threads, int shared, void **args) {
+    run(kernel, blocks, threads, shared, args, std::index_sequence_for<A...>());
+}
+
+// As cuLaunchKernel: pointers to the arguments.
+extern "C" int emulate(const char *name, int blocks, int threads, int shared, void **args) {
+#define KERNEL(kernel) \
+    if (std::string(name) == #kernel) { \
+        run(kernel, blocks, threads, shared, args); \
+        return 0; \
+    }
+    KERNELS
+    return 1;
+}

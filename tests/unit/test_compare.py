@@ -1,0 +1,445 @@
+"""Two models trained alike: equal parameters, a judge that seed noise can't fool, a file that lasts."""
+
+import json
+import random
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import bakeoff.compare as comparing
+from bakeoff.cli import main
+from bakeoff.compare import (
+    CompareError,
+    Speed,
+    compare,
+    crossover,
+    match,
+    pair,
+    parameters,
+    quality,
+    read,
+    speed,
+    winner,
+)
+from bakeoff.compare.judge import t_quantile
+from bakeoff.compare.lengths import sized
+from bakeoff.models import build
+from bakeoff.select import policy
+from bakeoff.train import ConfigError, resolve
+from bakeoff.train.data import Batches, ByteCorpus, split
+
+SMALL = [
+    "model.d_model=32", "model.layers=1", "model.heads=2", "model.max_seq_len=32",
+    "train.batch_size=2", "train.eval_rows=2", "select.policy=off",
+]  # fmt: skip
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty table cache and folder to work in."""
+    monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(speed, "_BLOCK_S", 0.001)
+    policy.store.forget()
+    policy.forget()
+    yield
+    policy.store.forget()
+    policy.forget()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file to train on."""
+    path = tmp_path / "book.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return path
+
+
+def cli(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["compare", *map(str, arguments)])
+
+
+def tiny(text: Path, *more: object) -> list[object]:
+    options = ["--device", "cpu", "--data", text, "--steps", 2, "--seeds", 2, "--lengths", "16,32"]
+    return [*options, "--out", "out", *SMALL, *more]
+
+
+def small_pair(text: Path, *more: str) -> tuple[comparing.Config, comparing.Config]:
+    names = "byte-spectral-tiny", "llm-med-tiny"
+    return pair(*names, [*SMALL, *more], data=str(text), device="cpu", steps=2)
+
+
+# Equal ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["", "-tiny"])
+@pytest.mark.parametrize("more", [[], ["first.model.attention_every=2"], ["first.model.filter=taps"]])
+def test_parameters_are_equal(size: str, more: list[str]) -> None:
+    first, second = pair(f"byte-spectral{size}", f"llm-med{size}", more, steps=1)
+    matched = match(first, parameters(second.model))
+    wanted = parameters(second.model)
+    assert abs(parameters(matched.model) - wanted) <= 0.02 * wanted
+    assert matched.model.d_ff % 8 == 0
+    nearer = [
+        abs(parameters(match_to(matched, d_ff).model) - wanted)
+        for d_ff in (matched.model.d_ff - 8, matched.model.d_ff + 8)
+    ]
+    assert abs(parameters(matched.model) - wanted) <= min(nearer)
+
+
+def match_to(config: comparing.Config, d_ff: int) -> comparing.Config:
+    return resolve(config, None, [f"model.d_ff={d_ff}"])
+
+
+def test_parameters_are_counted_as_built(text: Path) -> None:
+    for config in small_pair(text):
+        assert parameters(config.model) == sum(p.numel() for p in build(config.model).parameters())
+
+
+def test_parameters_that_cannot_be_equal(text: Path) -> None:
+    first, second = small_pair(text, "first.model.d_model=256")
+    with pytest.raises(CompareError, match=r"d_ff=8.*lower first\.model\.d_model"):
+        match(first, parameters(second.model))
+    first, second = small_pair(text, "model.d_model=8", "model.heads=1")
+    with pytest.raises(CompareError, match="more than 2% off"):
+        match(first, parameters(second.model) + 100)
+
+
+def test_all_but_the_model_is_the_seconds(text: Path) -> None:
+    first, second = small_pair(text, "optim.lr=0.5", "first.optim.clip=2", "second.model.d_ff=64")
+    assert (first.recipe, second.recipe) == ("byte-spectral-tiny", "llm-med-tiny")
+    assert first.data == second.data
+    assert first.seq_len == second.seq_len == 32
+    assert (first.optim.lr, second.optim.lr) == (0.5, 0.5)
+    assert (first.optim.clip, second.optim.clip) == (2.0, 1.0)
+    assert (first.model.d_ff, second.model.d_ff) == (0, 64)
+    first, second = pair("byte-spectral-tiny", "llm-med-base", steps=1)
+    assert first.seq_len == second.seq_len == first.model.max_seq_len == 2048
+    assert (first.train.batch_size, first.optim) == (second.train.batch_size, second.optim)
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("train.steps=3", "--steps"),
+        ("first.train.seed=3", "--seeds"),
+        ("second.data.path=x", "--data"),
+        ("first.model.d_ff=64", "set second.model.d_ff"),
+        ("model.attention_every=2", "write first.model.attention_every=2"),
+        ("model.kv_heads=1", "write second.model.kv_heads=1"),
+    ],
+)
+def test_keys_that_are_refused(word: str, fix: str, text: Path) -> None:
+    with pytest.raises(CompareError, match=re.escape(fix)):
+        small_pair(text, word)
+
+
+def test_a_key_that_nobody_has(text: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean model\.layers"):
+        small_pair(text, "model.layer=2")
+
+
+# Judge ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("freedom", "t"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (10, 2.2281), (1e9, 1.95996)]
+)
+def test_quantiles_are_the_tables(freedom: float, t: float) -> None:
+    assert t_quantile(freedom) == pytest.approx(t, rel=2e-4)
+
+
+def test_quantiles_between_whole_degrees() -> None:
+    assert t_quantile(4) < t_quantile(3.5) < t_quantile(3)
+
+
+def test_welch_by_hand() -> None:
+    # Means 2 and 5, variances 1 and 4, so the error is sqrt(1/3 + 4/3) and freedom (5/3)^2 / (17/18) = 2.941.
+    found = winner([1.0, 2.0, 3.0], [3.0, 5.0, 7.0])
+    assert found.difference == pytest.approx(-3.0)
+    assert found.half_width == pytest.approx(t_quantile(50 / 17) * (5 / 3) ** 0.5)
+    assert found.half_width == pytest.approx(4.155, abs=0.01)
+    assert found.winner is None
+    assert found.text.startswith("no difference outside seed noise (first - second = -3.0000 +- 4.15")
+
+
+def test_the_lower_scores_win() -> None:
+    low, high = [2.30, 2.31, 2.29], [2.40, 2.41, 2.42]
+    assert winner(low, high).winner == "first"
+    assert winner(high, low).winner == "second"
+    assert "the second has fewer bits per byte" in winner(high, low).text
+
+
+@pytest.mark.parametrize("scores", [([2.0], [3.0]), ([2.0], [3.0, 3.1]), ([], []), ([2.0, 2.0], [None, 3.0])])
+def test_too_little_names_no_winner(scores: tuple[list[float | None], list[float | None]]) -> None:
+    found = winner(*scores)
+    assert found.winner is None
+    assert "no winner" in found.text
+
+
+@pytest.mark.parametrize(("seeds", "spreads"), [(3, (1.0, 1.0)), (5, (1.0, 3.0))])
+def test_equal_models_seldom_win(seeds: int, spreads: tuple[float, float]) -> None:
+    draw = random.Random(0)
+    trials = 400
+    wrong = sum(
+        winner(*([draw.gauss(2.0, spread) for _ in range(seeds)] for spread in spreads)).winner is not None
+        for _ in range(trials)
+    )
+    assert 0.015 < wrong / trials < 0.085
+
+
+def test_a_clear_difference_wins() -> None:
+    draw = random.Random(1)
+    found = [
+        winner([draw.gauss(2.0, 0.01) for _ in range(3)], [draw.gauss(2.1, 0.01) for _ in range(3)]).winner
+        for _ in range(50)
+    ]
+    assert found.count("first") > 45
+
+
+# Speed ------------------------------------------------------------------------------------------------------
+
+
+def rows(**speeds: tuple[float | None, float | None]) -> list[Speed]:
+    """Rows from ``L256=(first's tokens/s, second's)``."""
+    return [
+        Speed(side=side, length=int(name[1:]), rows=1, mode="eager", tokens_per_s=value)
+        for name, both in speeds.items()
+        for side, value in zip(("first", "second"), both, strict=True)
+    ]
+
+
+def test_crossover() -> None:
+    assert crossover(rows(L1=(1.0, 2.0), L2=(3.0, 2.0), L3=(3.0, 2.0))) == 2
+    assert crossover(rows(L3=(3.0, 2.0), L1=(3.0, 2.0), L2=(1.0, 2.0))) == 3
+    assert crossover(rows(L1=(3.0, 2.0), L2=(3.0, 2.0))) == 1
+    assert crossover(rows(L1=(3.0, 2.0), L2=(2.0, 2.0))) is None
+    assert crossover(rows(L1=(1.0, 2.0), L2=(3.0, None))) == 2
+    assert crossover(rows(L1=(3.0, 2.0), L2=(None, None))) == 1
+    assert crossover([]) is None
+
+
+def test_the_captured_mode_decides_the_crossover() -> None:
+    found = rows(L1=(9.0, 1.0))
+    found += [
+        Speed(side="first", length=1, rows=1, mode="captured", tokens_per_s=1.0),
+        Speed(side="second", length=1, rows=1, mode="captured", tokens_per_s=2.0),
+    ]
+    assert crossover(found) is None
+
+
+def test_bytes_a_step_stay_about_constant(text: Path) -> None:
+    first, _ = small_pair(text)
+    found = [(c.seq_len, c.train.batch_size) for c in (sized(first, n) for n in (16, 24, 64, 500))]
+    assert found == [(16, 4), (24, 2), (64, 1), (500, 1)]
+    assert sized(first, 500).model.max_seq_len == 500
+
+
+def test_memory_that_ends_is_a_row(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = speed.Stage
+
+    def starving(config: comparing.Config, device: torch.device) -> Any:
+        if config.recipe.startswith("llm-med") and config.seq_len == 32:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nand more")
+        return kept(config, device)
+
+    monkeypatch.setattr(speed, "Stage", starving)
+    document = compare(*small_pair(text), Path("out"), seeds=1, lengths=[16, 32])
+    last = {row.side: row for row in document.speed if row.length == 32}
+    assert last["first"].tokens_per_s
+    assert not last["first"].reason
+    assert last["second"].tokens_per_s is None
+    assert last["second"].reason == "out of memory: DefaultCPUAllocator: can't allocate memory: you tried"
+    assert document.crossover in (16, 32)
+
+
+def test_other_errors_are_not_called_memory(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(config: comparing.Config, device: torch.device) -> Any:
+        raise RuntimeError("a shape is wrong")
+
+    monkeypatch.setattr(speed, "Stage", broken)
+    with pytest.raises(RuntimeError, match="a shape is wrong"):
+        speed.measured(*small_pair(text), 16, CPU, lambda text: None)
+
+
+# Quality ----------------------------------------------------------------------------------------------------
+
+
+def test_models_take_turns() -> None:
+    assert quality.order(2) == [("first", 0), ("second", 0), ("first", 1), ("second", 1)]
+
+
+def test_curves_are_thinned() -> None:
+    assert quality.thinned([1, 2, 3], 3) == [1, 2, 3]
+    found = quality.thinned(range(1000))
+    assert len(set(found)) == 200
+    assert (found[0], found[-1]) == (0, 999)
+
+
+def test_both_see_the_same_bytes(text: Path) -> None:
+    seen = []
+    for config in small_pair(text):
+        corpus = ByteCorpus.open(config.data.path)
+        span, _ = split(corpus, config.data.holdout, config.seq_len)
+        size = config.train.batch_size
+        seen.append(Batches(corpus, span, seq_len=config.seq_len, batch_size=size, seed=1).batch(3))
+    assert torch.equal(*seen)
+
+
+# The whole --------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_comparison(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = cli(*tiny(text))
+    assert done.exit_code == 0, done.output
+    document = read(Path("out"))
+    assert [(run.side, run.seed, run.steps) for run in document.runs] == [
+        ("first", 0, 2),
+        ("second", 0, 2),
+        ("first", 1, 2),
+        ("second", 1, 2),
+    ]
+    assert [(row.side, row.length, row.rows) for row in document.speed] == [
+        ("first", 16, 4),
+        ("second", 16, 4),
+        ("first", 32, 2),
+        ("second", 32, 2),
+    ]
+    assert document.verdict == winner(document.scores("first"), document.scores("second"))
+    assert document.crossover == crossover(document.speed)
+    for run in document.runs:
+        assert run.bits_per_byte is not None
+        assert run.bits_per_byte_before is not None
+        assert 0 < run.bits_per_byte < 12
+        assert [point[1] for point in run.curve] == [2]
+        assert run.seconds * run.tokens_per_s == pytest.approx(2 * 2 * 32)
+        assert run.peak_bytes is None
+    for row in document.speed:
+        assert row.step_ms is not None
+        assert row.infer_ms is not None
+        assert row.step_ms_p20 <= row.step_ms <= row.step_ms_p80
+        assert row.tokens_per_s == pytest.approx(1000 * 64 / row.step_ms)
+    assert abs(document.first.parameters / document.second.parameters - 1) <= 0.02
+    assert document.verdict is not None
+    assert document.verdict.text in done.stdout
+    mean = statistics.fmean(score or 0.0 for score in document.scores("first"))
+    assert f"{mean:.4f} +-" in done.stdout
+    assert f"{document.first.parameters:,}" in done.stdout
+    assert "faster than llm-med-tiny" in done.stdout
+    assert Path("out/runs/byte-spectral-tiny-1/metrics.jsonl").exists()
+    _resumes(text, monkeypatch)
+
+
+def _resumes(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the file holds is not done again, what it lacks is; other settings are refused."""
+    before = json.loads(Path("out/compare.json").read_text())
+
+    def forbidden(*args: object, **kwargs: object) -> Any:
+        raise AssertionError("done again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comparing, "trained", forbidden)
+        patch.setattr(comparing, "measured", forbidden)
+        done = cli(*tiny(text, "--resume"))
+        assert done.exit_code == 0, done.output
+    after = json.loads(Path("out/compare.json").read_text())
+    assert {k: after[k] for k in ("runs", "speed", "verdict")} == {
+        k: before[k] for k in ("runs", "speed", "verdict")
+    }
+    done = cli(*tiny(text, "--resume", "--lengths", "8,32", "--seeds", "3"))
+    assert done.exit_code == 0, done.output
+    document = read(Path("out"))
+    assert [run.seed for run in document.runs] == [0, 0, 1, 1, 2, 2]
+    assert [row.length for row in document.speed] == [8, 8, 16, 16, 32, 32]
+    assert json.loads(Path("out/compare.json").read_text())["runs"][:4] == before["runs"]
+    assert "add --resume" in cli(*tiny(text)).stderr
+    other = cli(*tiny(text, "--resume", "optim.lr=0.1"))
+    assert other.exit_code == 1
+    assert "optim.lr=0.1, was 0.003" in other.stderr
+
+
+def test_an_interruption_keeps_what_is_done(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = comparing.trained
+
+    def interrupted(config: Any, side: Any, seed: int, *args: Any, **kwargs: Any) -> Any:
+        if seed == 1:
+            raise KeyboardInterrupt
+        return kept(config, side, seed, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comparing, "trained", interrupted)
+        done = cli(*tiny(text, "--lengths", "16"))
+    assert done.exit_code == 130
+    document = read(Path("out"))
+    assert [(run.side, run.seed) for run in document.runs] == [("first", 0), ("second", 0)]
+    assert document.verdict is None
+
+
+def test_a_signal_in_a_run_ends_the_comparison(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = quality.train
+
+    def stopped(config: Any, **options: Any) -> Any:
+        return msgspec.structs.replace(kept(config, **options), stopped="SIGTERM")
+
+    monkeypatch.setattr(quality, "train", stopped)
+    first, _ = small_pair(text)
+    with pytest.raises(KeyboardInterrupt):
+        quality.trained(first, "first", 0, Path("run"), CPU, resume=False)
+
+
+def test_one_recipe_against_itself(text: Path) -> None:
+    done = cli("llm-med", "llm-med", *tiny(text, "--seeds", 1, "--lengths", 16, "first.optim.lr=0.1"))
+    assert done.exit_code == 0, done.output
+    document = read(Path("out"))
+    assert (document.first.name, document.second.name) == ("llm-med-tiny-first", "llm-med-tiny-second")
+    assert document.first.parameters == document.second.parameters
+    assert document.runs[0].bits_per_byte != document.runs[1].bits_per_byte
+    assert "one seed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "says"),
+    [
+        (["--minutes", 1], 2, "give one of them"),
+        (["--seeds", 0], 2, "--seeds"),
+        (["--lengths", "16,x"], 1, "such as 256,1024,4096"),
+        (["--lengths", ""], 1, "such as 256,1024,4096"),
+        (["--lengths", "1"], 1, "at least 2 bytes"),
+        (["--lengths", "16,100000"], 1, "at least 200002: give longer --data or leave that length out"),
+        (["byte-spectrl"], 1, "did you mean 'byte-spectral'"),
+        (["llm-med", "llm-med", "llm-med"], 2, "two recipes are compared"),
+        (["train.steps=4"], 1, "use --steps"),
+        (["--out", "book.txt/below"], 1, "give a writable --out"),
+    ],
+)
+def test_errors_name_the_fix(more: list[object], status: int, says: str, text: Path) -> None:
+    done = cli(*tiny(text, *more))
+    assert done.exit_code == status, done.output
+    assert says in done.stderr
+    assert not Path("out").exists()
+
+
+def test_options_that_need_others() -> None:
+    done = cli("--resume")
+    assert done.exit_code == 2
+    assert "--out" in done.stderr
+    done = cli("--minutes", "nan")
+    assert done.exit_code == 2
+
+
+def test_a_torn_file_is_named(text: Path) -> None:
+    Path("out").mkdir()
+    Path("out/compare.json").write_text('{"schema": 1')
+    done = cli(*tiny(text, "--resume"))
+    assert done.exit_code == 1
+    assert "compare.json" in done.stderr
+    assert "Move it away" in done.stderr

@@ -1,0 +1,30 @@
+"""spectral_filter's corners: nothing to do, tensors without data, refusals."""
+
+import pytest
+import torch
+
+from bakeoff.ops import spectral_filter
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)])
+def test_nothing_to_do_gives_the_weight_a_gradient_of_zeros(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    weight = torch.randn(1, shape[2], dtype=torch.complex64, requires_grad=True)
+    y = spectral_filter(x, weight)
+    assert y.shape == shape
+    for gradient, of in zip(torch.autograd.grad(y.sum(), (x, weight)), (x, weight), strict=True):
+        assert gradient.shape == of.shape
+        assert not gradient.any()
+
+
+def test_tensors_without_data() -> None:
+    y = spectral_filter(torch.empty(2, 7, 3, device="meta"), torch.ones(2, 3, device="meta") + 0j)
+    assert (y.shape, y.device.type) == ((2, 7, 3), "meta")
+
+
+def test_refusals() -> None:
+    weight = torch.ones(2, 3, dtype=torch.complex64)
+    with pytest.raises(TypeError, match=r"x is torch.float8_e4m3fn; convert it to .* at least 16 bits"):
+        spectral_filter(torch.zeros(2, 7, 3).to(torch.float8_e4m3fn), weight)
+    with pytest.raises(TypeError, match=r"x must be a tensor, got \[1.0, 2.0\]"):
+        spectral_filter([1.0, 2.0], weight)  # type: ignore[arg-type]
