@@ -19,7 +19,8 @@ from bakeoff import hardware
 from bakeoff.bench.notation import read_case, split_key, write_case
 from bakeoff.bench.suites import cells
 from bakeoff.cli import main
-from bakeoff.cli.demo import demo_config
+from bakeoff.cli.demo import demo_configs
+from bakeoff.compare import parameters
 from bakeoff.errors import BakeoffError
 from bakeoff.select import Verdict, find_op, policy, registry
 from bakeoff.select.key import key
@@ -263,15 +264,22 @@ def test_generated_text_cannot_drive_the_terminal() -> None:
     assert "".join(continuation(Parrot(1, 1), "x", 99)) == "é€\n\t\ufffd[31m\ufffd\ufffdok\ufffd\ufffd"
 
 
-def test_demo_config_fits_the_device(tmp_path: Path) -> None:
-    cpu, gpu = (demo_config(device, None, None, None, quick=False) for device in ("cpu", "cuda:0"))
-    assert (cpu.recipe, cpu.train.max_seconds, cpu.select.budget_s) == ("llm-med-tiny", 60, 30)
-    assert (gpu.recipe, gpu.train.max_seconds) == ("llm-med", 120)
-    passes = gpu.train.steps * gpu.train.batch_size * gpu.seq_len / len(ByteCorpus.open("stdlib"))
+def test_demo_configs_fit_the_device(tmp_path: Path) -> None:
+    cpu, gpu = (demo_configs(device, None, None, tmp_path, quick=False) for device in ("cpu", "cuda:0"))
+    assert [config.recipe for config in (*cpu, *gpu)] == [
+        "llm-med-tiny", "byte-spectral-tiny", "llm-med", "byte-spectral",
+    ]  # fmt: skip
+    assert {config.train.max_seconds for config in cpu} == {45}
+    assert {config.train.max_seconds for config in gpu} == {60}
+    assert gpu[0].train.steps == gpu[1].train.steps
+    passes = gpu[0].train.steps * gpu[0].train.batch_size * gpu[0].seq_len / len(ByteCorpus.open("stdlib"))
     assert 4 < passes < 5
-    assert cpu.train.steps == demo_config("cuda", 30.0, None, None, quick=False).train.steps == 0
-    own = demo_config("cpu", 5.0, "book.txt", tmp_path, quick=True)
-    assert (own.train.max_seconds, own.data.path, own.train.run_dir) == (5, "book.txt", str(tmp_path))
+    assert cpu[0].train.steps == demo_configs("cuda", 30.0, None, tmp_path, quick=False)[0].train.steps == 0
+    sizes = [parameters(config.model) for config in cpu]
+    assert abs(sizes[0] - sizes[1]) < 0.02 * sizes[0]
+    own = demo_configs("cpu", 5.0, "book.txt", tmp_path, quick=True)[1]
+    assert (own.train.max_seconds, own.data.path) == (5, "book.txt")
+    assert own.train.run_dir == str(tmp_path / "byte-spectral-tiny")
 
 
 # explain, ops ----------------------------------------------------------------------------------------------

@@ -101,17 +101,18 @@ def main(verbose: int, quiet: bool, debug: bool) -> None:
 
 @main.command("demo")
 @click.option(
-    "--seconds", type=click.FloatRange(1), help="Training time. [default: 60 on the CPU, 120 on a GPU]"
+    "--seconds", type=click.FloatRange(1), help="Training time of each. [default: 45 on the CPU, 60 on a GPU]"
 )
 @DATA
-@click.option("--out", type=FILE, help="Folder of the run. [default: runs/RECIPE-DATE-TIME]")
+@click.option("--out", type=FILE, help="Folder of the runs. [default: runs/demo-DATE-TIME]")
 @click.option("--quick", is_flag=True, help="A few seconds of everything, to see that it works.")
 @DEVICE
 def demo_command(seconds: float | None, data: str | None, out: Path | None, quick: bool, device: str) -> None:
-    """Look at the machine, tune, train on real text, and show it.
+    """Look at the machine, tune, train two models on real text, and compare them.
 
-    Some minutes in all. Trains LLM-Med: tiny for a minute on the CPU, small for two on a GPU. Without --data
-    the text is the Python standard library's sources on this machine.
+    Some minutes in all. Trains LLM-Med and byte-spectral, of equal parameters and for equal time: tiny ones
+    on the CPU, small ones on a GPU. Without --data the text is the Python standard library's sources on this
+    machine.
 
     Examples:
       bakeoff demo

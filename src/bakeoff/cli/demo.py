@@ -1,4 +1,4 @@
-"""demo: the whole way on this machine, from looking at it to text of a model that was just trained."""
+"""demo: the whole way on this machine, from looking at it to text of two models that were just trained."""
 
 import time
 from pathlib import Path
@@ -7,99 +7,132 @@ import click
 import msgspec
 from rich.console import Console
 
+from bakeoff.bench import results
 from bakeoff.cli import doctor
 from bakeoff.cli.generating import continuation
 from bakeoff.cli.terminal import console, device_named, working
-from bakeoff.cli.training import configured, print_result, print_unsettled, rehearsed
+from bakeoff.cli.training import print_unsettled, rehearsed
+from bakeoff.compare import Document, compared, match, model_of, pair, parameters, table
 from bakeoff.select import policy
 from bakeoff.train import Config, Result, load_run, train
 from bakeoff.train.data import ByteCorpus, split
+from bakeoff.train.device import pick_device
 
-__all__ = ["demo_config", "run"]
+__all__ = ["demo_configs", "run"]
 
-CPU_SECONDS, GPU_SECONDS, QUICK_SECONDS = 60.0, 120.0, 6.0
+CPU_SECONDS, GPU_SECONDS, QUICK_SECONDS = 45.0, 60.0, 4.0
 TUNE_SECONDS = 30.0
 GPU_PASSES = 5
 """Over the data: in its time a GPU makes many more, and overfits some MB of text."""
 PROMPT = "def "
-SAMPLE_BYTES = 400
+SAMPLE_BYTES = 300
 
 
 def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, device: str) -> None:
-    """Doctor, tune, train, sample; every part says what it found and where it left it."""
+    """Doctor, tune, train both models, compare, sample; every part says what it found and where it is."""
     start = time.monotonic()
     device = device_named(device)
-    config = demo_config(device, seconds, data, out, quick)
+    out = out or Path("runs", f"demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    configs = demo_configs(device, seconds, data, out, quick)
     printer = console()
     _heading(printer, "1. The machine")
     doctor.show(doctor.examine(device), printer)
-    _heading(
-        printer, f"2. The contests of one step of {config.recipe}, within {config.select.budget_s:.0f} s"
-    )
-    with working(printer, "preparing one step") as status:
-        report, _ = rehearsed(config, config.select.budget_s, announce=status.update)
-    text = f"{report.measured} contests held in {report.seconds:.0f} s; the next table says what they decided"
-    printer.print(text, highlight=False)
-    print_unsettled(report, printer)
-    steps = f"{config.train.steps} steps, at most " if config.train.steps else ""
-    limit = f"for {steps}{config.train.max_seconds:.0f} s"
-    _heading(printer, f"3. Training {config.recipe} on {config.data.path} {limit}")
-    result = train(config, console=printer)
+    for config in configs:
+        _heading(
+            printer, f"2. The contests of one step of {config.recipe}, within {config.select.budget_s:.0f} s"
+        )
+        with working(printer, "preparing one step") as status:
+            report, _ = rehearsed(config, config.select.budget_s, announce=status.update)
+        text = f"{report.measured} contests held in {report.seconds:.0f} s; what they decided stands below"
+        printer.print(text, highlight=False)
+        print_unsettled(report, printer)
+    found: list[Result] = []
+    for config in configs:
+        steps = f"{config.train.steps} steps, at most " if config.train.steps else ""
+        limit = f"for {steps}{config.train.max_seconds:.0f} s"
+        _heading(printer, f"3. Training {config.recipe} on {config.data.path} {limit}")
+        result = train(config, console=printer)
+        if result.checkpoint is None or result.stopped not in ("steps", "time"):
+            return  # a signal; the trainer said what it saved
+        found.append(result)
+        before, after = result.bits_per_byte_before, result.bits_per_byte_after
+        text = f"held-out bits per byte: {before:.3f} before, {after:.3f} after"
+        printer.print(text, highlight=False)
     _heading(printer, "4. What came of it")
-    print_result(result, printer)
-    _sample(result, device, printer)
-    _places(result, device, printer)
+    _compare(configs, found, device, printer)
+    for config, result in zip(configs, found, strict=True):
+        _sample(config, result, device, printer)
+    _places(out, configs, found, device, printer)
     printer.print(f"all of it took {time.monotonic() - start:.0f} s", highlight=False)
 
 
-def demo_config(
-    device: str, seconds: float | None, data: str | None, out: Path | None, quick: bool
-) -> Config:
-    """LLM-Med tiny on the CPU, small on a GPU, for a time, on a GPU also for some passes over the data; tuned
-    before, not again at its start."""
+def demo_configs(
+    device: str, seconds: float | None, data: str | None, out: Path, quick: bool
+) -> tuple[Config, Config]:
+    """LLM-Med and byte-spectral of equal parameters, tiny on the CPU, small on a GPU, for equal time, on a
+    GPU also for some passes over the data; tuned before, not again at their start."""
     cuda = device.startswith("cuda")
     length = seconds or (QUICK_SECONDS if quick else GPU_SECONDS if cuda else CPU_SECONDS)
-    words = [
-        "llm-med" if cuda and not quick else "llm-med-tiny",
-        "train.steps=0",
-        f"train.max_seconds={length}",
-        f"train.device={device}",
-        "select.tune=false",
-        f"select.budget_s={QUICK_SECONDS if quick else TUNE_SECONDS}",
-    ]
+    size = "" if cuda and not quick else "-tiny"
+    overrides = ["select.tune=false", f"select.budget_s={QUICK_SECONDS if quick else TUNE_SECONDS}"]
     if quick:
-        words.append("train.eval_rows=8")
-    config = configured(words, None, data=data, out=out)
-    if not cuda or quick or seconds:
-        return config
-    corpus = ByteCorpus.open(config.data.path)
-    training, _ = split(corpus, config.data.holdout, config.seq_len)
-    steps = max(1, GPU_PASSES * len(training) // (config.train.batch_size * config.seq_len))
-    return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, steps=steps))
+        overrides.append("train.eval_rows=8")
+    spectral, med = pair(
+        f"byte-spectral{size}", f"llm-med{size}", overrides, data=data, device=device, minutes=length / 60
+    )
+    steps = 0
+    if cuda and not quick and not seconds:
+        training, _ = split(ByteCorpus.open(med.data.path), med.data.holdout, med.seq_len)
+        steps = max(1, GPU_PASSES * len(training) // (med.train.batch_size * med.seq_len))
+
+    def placed(config: Config) -> Config:
+        settings = {"steps": steps, "max_seconds": length, "run_dir": str(out / config.recipe)}
+        return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, **settings))
+
+    return placed(med), placed(match(spectral, parameters(med.model)))
 
 
-def _sample(result: Result, device: str, out: Console) -> None:
-    if result.checkpoint is None:
-        return
+def _compare(configs: tuple[Config, Config], found: list[Result], device: str, out: Console) -> None:
+    med, spectral = configs
+    torch_device = pick_device(device)
+    document = Document(
+        env=results.environment(device),
+        first=model_of(spectral, spectral.recipe),
+        second=model_of(med, med.recipe),
+        seeds=1,
+        lengths=[],
+        runs=[
+            compared(found[1], spectral, "first", torch_device),
+            compared(found[0], med, "second", torch_device),
+        ],
+    )
+    out.print(table(document))
+    text = "one run each can't tell a better model from a lucky seed: bakeoff compare trains several"
+    out.print(text, highlight=False, soft_wrap=True)
+
+
+def _sample(config: Config, result: Result, device: str, out: Console) -> None:
     model, _ = load_run(result.run_dir)
     model.to(device)
-    out.print(f"a sample after {PROMPT!r}:", highlight=False)
+    out.print(f"\na sample of {config.recipe} after {PROMPT!r}:", highlight=False)
     text = "".join(continuation(model, PROMPT, SAMPLE_BYTES, temperature=0.7, seed=0))
     for line in f"{PROMPT}{text}".splitlines():
         click.echo(f"  | {line}")
 
 
-def _places(result: Result, device: str, out: Console) -> None:
-    places = {
-        "run": result.run_dir,
-        "metrics": result.run_dir / "metrics.jsonl",
-        "checkpoint": result.checkpoint,
-        "table": policy.store.path(device),
-        "go on": f"bakeoff generate {result.run_dir} --prompt 'class '",
-    }
+def _places(
+    folder: Path, configs: tuple[Config, Config], found: list[Result], device: str, out: Console
+) -> None:
+    places: dict[str, Path | str] = {"runs": folder}
+    for config, result in zip(configs, found, strict=True):
+        places[config.recipe] = result.run_dir / "metrics.jsonl"
+    places["table"] = policy.store.path(device)
+    places["go on"] = f"bakeoff generate {found[0].run_dir} --prompt 'class '"
+    places["compare"] = "bakeoff compare"
+    width = max(map(len, places)) + 2
+    out.print()
     for name, place in places.items():
-        if place is not None:
-            out.print(f"{name:<11}{place}", highlight=False, markup=False, soft_wrap=True)
+        out.print(f"{name:<{width}}{place}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _heading(out: Console, text: str) -> None:

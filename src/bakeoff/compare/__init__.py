@@ -5,17 +5,16 @@ from pathlib import Path
 
 from bakeoff.bench import results
 from bakeoff.compare import document as documents
-from bakeoff.compare.document import SIDES, Document, Model, Place, Run, Speed, read
+from bakeoff.compare.document import SIDES, Document, Model, Place, Run, Speed, model_of, read
 from bakeoff.compare.equal import CompareError, match, pair, parameters
 from bakeoff.compare.judge import Verdict, winner
 from bakeoff.compare.lengths import check_lengths, crossover
-from bakeoff.compare.quality import order, trained
+from bakeoff.compare.quality import compared, order, trained
 from bakeoff.compare.render import table
 from bakeoff.compare.speed import measured
 from bakeoff.compare.stage import settled
 from bakeoff.parallel import launched
 from bakeoff.train import Config
-from bakeoff.train.config import to_tree
 from bakeoff.train.device import pick_device
 
 __all__ = [
@@ -26,8 +25,10 @@ __all__ = [
     "Speed",
     "Verdict",
     "compare",
+    "compared",
     "crossover",
     "match",
+    "model_of",
     "pair",
     "parameters",
     "read",
@@ -159,8 +160,7 @@ def _opened(
 def _model(side: Place, configs: dict[Place, Config]) -> Model:
     config = configs[side]
     alike = configs["first"].recipe == configs["second"].recipe
-    name = f"{config.recipe}-{side}" if alike else config.recipe
-    return Model(name=name, parameters=parameters(config.model), config=to_tree(config))
+    return model_of(config, f"{config.recipe}-{side}" if alike else config.recipe)
 
 
 def _changes(now: object, then: object, prefix: str = "") -> list[str]:

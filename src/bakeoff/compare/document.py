@@ -7,10 +7,12 @@ from typing import Any, Literal
 import msgspec
 
 from bakeoff.bench.results import Env
-from bakeoff.compare.equal import CompareError
+from bakeoff.compare.equal import CompareError, parameters
 from bakeoff.compare.judge import Verdict
+from bakeoff.train import Config
+from bakeoff.train.config import to_tree
 
-__all__ = ["SIDES", "Document", "Model", "Place", "Run", "Speed", "path_of", "read", "write"]
+__all__ = ["SIDES", "Document", "Model", "Place", "Run", "Speed", "model_of", "path_of", "read", "write"]
 
 Place = Literal["first", "second"]
 SIDES: tuple[Place, Place] = ("first", "second")
@@ -87,6 +89,11 @@ class Document(msgspec.Struct, kw_only=True):
     def scores(self, side: Place) -> list[float | None]:
         """Held-out bits per byte, one a run."""
         return [run.bits_per_byte for run in self.runs if run.side == side]
+
+
+def model_of(config: Config, name: str) -> Model:
+    """How a comparison names what `config` trains."""
+    return Model(name=name, parameters=parameters(config.model), config=to_tree(config))
 
 
 def path_of(out: Path) -> Path:

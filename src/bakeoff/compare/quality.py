@@ -14,7 +14,7 @@ from bakeoff.compare.stage import clear
 from bakeoff.train import Config, Result, train
 from bakeoff.train.metrics import read_metrics
 
-__all__ = ["CURVE_POINTS", "order", "thinned", "trained"]
+__all__ = ["CURVE_POINTS", "compared", "order", "thinned", "trained"]
 
 CURVE_POINTS = 200
 
@@ -59,12 +59,12 @@ def trained(
     result = train(config)
     if result.stopped not in ("steps", "time"):
         raise KeyboardInterrupt
-    return _run(result, read_metrics(run_dir / "metrics.jsonl"), config, side, device)
+    return compared(result, config, side, device)
 
 
-def _run(
-    result: Result, rows: Sequence[dict[str, Any]], config: Config, side: Place, device: torch.device
-) -> Run:
+def compared(result: Result, config: Config, side: Place, device: torch.device) -> Run:
+    """What a comparison keeps of a run."""
+    rows: Sequence[dict[str, Any]] = read_metrics(result.run_dir / "metrics.jsonl")
     windows = [row for row in rows if row.get("event") == "train"]
     speeds = [row["tokens_per_s"] for row in windows if row["tokens_per_s"]]
     speed = result.tokens_per_s

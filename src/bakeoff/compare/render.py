@@ -22,7 +22,7 @@ def table(document: Document) -> Group:
     if document.verdict is not None:
         names = f"first: {document.first.name}, second: {document.second.name}"
         parts.append(Text(f"{document.verdict.text}. {names}", style="bold"))
-    if {row.length for row in document.speed} >= set(document.lengths):
+    if document.speed and {row.length for row in document.speed} >= set(document.lengths):
         parts.append(Text(_crossing(document)))
     return Group(*parts)
 

@@ -96,7 +96,7 @@ class Config(
                 f"d_model={self.d_model} must be a multiple of 2*heads={pair}, as rotary turns pairs in a "
                 f"head; d_model={math.ceil(self.d_model / pair) * pair} is"
             )
-        if self.bidirectional != bool(self.classes):
+        if self.bidirectional != (self.classes > 0):
             raise ValueError(
                 f"bidirectional={self.bidirectional} and classes={self.classes}: an encoder needs both, a "
                 f"language model neither"
@@ -142,7 +142,7 @@ class Config(
         return self.taps or self.max_seq_len
 
     def attends(self, layer: int) -> bool:
-        return bool(self.attention_every) and (layer + 1) % self.attention_every == 0
+        return self.attention_every > 0 and (layer + 1) % self.attention_every == 0
 
 
 class Cache:
