@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -715,3 +716,18 @@ def test_readme_is_up_to_date() -> None:
     assert readme.replaced(page, readme.render(ROOT / "results")) == page, (
         "run python -m bakeoff.bench.readme"
     )
+
+
+def test_changed_sources_show_in_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked from the package's folder, Git takes paths as relative to it."""
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        asked.append(command)
+        top = str(Path(results.bakeoff.__file__).parents[2])
+        answers = {"--show-toplevel": top, "HEAD": "abc"}
+        return SimpleNamespace(returncode=0, stdout=answers.get(command[-1], " M src/bakeoff/launch.py"))
+
+    monkeypatch.setattr(results.subprocess, "run", run)
+    assert results._commit() == "abc+changes"
+    assert asked[-1][-1] == ":/src"

@@ -287,4 +287,4 @@ def _commit() -> str:
     top = git("rev-parse", "--show-toplevel")
     if not top or Path(top, "src", "bakeoff") != package.resolve():
         return ""
-    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", "src") else "")
+    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", ":/src") else "")

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bakeoff.causal.confirm import confirmed
 from bakeoff.causal.copies import twin
 from bakeoff.causal.edits import ROUNDS, Edits
 from bakeoff.causal.subject import Subject, change, mode_name
@@ -29,8 +30,10 @@ class CausalityError(BakeoffError, AssertionError):
         tolerance: the change that rounding explains.
     """
 
-    def __init__(self, message: str, *, position: int, ahead: int, size: float, tolerance: float) -> None:
-        super().__init__(f"{message}: by {size:.3g}, where rounding explains {tolerance:.3g}")
+    def __init__(
+        self, message: str, *, position: int, ahead: int, size: float, tolerance: float, note: str = ""
+    ) -> None:
+        super().__init__(f"{message}: by {size:.3g}, where rounding explains {tolerance:.3g}{note}")
         self.position, self.ahead, self.size, self.tolerance = position, ahead, size, tolerance
 
 
@@ -57,18 +60,21 @@ class _Trial:
         for number in range(ROUNDS):
             edited, cuts = self.edits.edited(number)
             found = self._change(edited)
-            if self._leaking(found, cuts).any():
-                self._blame(edited, cuts, found)
+            leaking = self._leaking(found, cuts)
+            if (note := self._confirmed(found, leaking, edited)) is not None:
+                self._blame(edited, cuts, found, note)
 
     def check_rows(self, row: int = 0) -> None:
         """Outputs of a row stand, whatever the other rows are."""
         others = self.edits.tokens(self.rows.shape)
         others[row] = self.rows[row]
-        found = self._change(others)[row]
-        if (found > self.tolerance).any():
-            position = int((found > self.tolerance).nonzero()[0])
+        found = self._change(others)
+        leaking = found > self.tolerance
+        leaking[:row], leaking[row + 1 :] = False, False
+        if (note := self._confirmed(found, leaking, others)) is not None:
+            position = int(leaking[row].nonzero()[0])
             message = f"output {position} of a row changes with the other rows of its batch"
-            raise self._error(f"{self.when}, {message}", position, 0, found.max().item())
+            raise self._error(f"{self.when}, {message}", position, 0, found[row].max().item(), note)
 
     def check_targets(self) -> None:
         """With targets given, in training mode: logits see neither them nor the future."""
@@ -78,18 +84,19 @@ class _Trial:
             return
         others = self.edits.tokens(targets.shape)
         found = change(base, self.subject.logits(self.rows, training=True, targets=others))
-        if (found > self.tolerance).any():
-            position = int((found > self.tolerance).any(dim=0).nonzero()[0])
+        leaking = found > self.tolerance
+        if (note := self._confirmed(found, leaking, self.rows, targets, others)) is not None:
+            position = int(leaking.any(dim=0).nonzero()[0])
             message = f"{self.when}, logit {position} changes with the targets"
-            raise self._error(message, position, 0, found.max().item())
+            raise self._error(message, position, 0, found.max().item(), note)
         edited, cuts = self.edits.edited(0)
         found = change(base, self.subject.logits(edited, training=True, targets=targets))
         leaking = self._leaking(found, cuts)
-        if leaking.any():
+        if (note := self._confirmed(found, leaking, edited, targets, targets)) is not None:
             row, position = leaking.nonzero()[0].tolist()
             ahead = int(cuts[row]) - position
             message = f"{self.when} and given targets, output {position} sees at least {ahead} ahead"
-            raise self._error(message, position, ahead, found[leaking].max().item())
+            raise self._error(message, position, ahead, found[leaking].max().item(), note)
 
     def _change(self, ids: Tensor) -> Tensor:
         return change(self.base, self.subject.logits(ids, training=self.training))
@@ -98,10 +105,32 @@ class _Trial:
         places = torch.arange(found.shape[1], device=cuts.device)
         return (places < cuts[:, None]) & (found > self.tolerance)
 
-    def _error(self, message: str, position: int, ahead: int, size: float) -> CausalityError:
-        return CausalityError(message, position=position, ahead=ahead, size=size, tolerance=self.tolerance)
+    def _confirmed(
+        self,
+        found: Tensor,
+        leaking: Tensor,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        others: Tensor | None = None,
+    ) -> str | None:
+        """As `confirmed`, of the change where it is `leaking`, to `ids` and, where given, from `targets` to
+        `others`; None where nothing is."""
+        if not leaking.any():
+            return None
 
-    def _blame(self, edited: Tensor, cuts: Tensor, found: Tensor) -> None:
+        def look(subject: Subject) -> float:
+            base = subject.logits(self.rows, training=self.training, targets=targets)
+            after = subject.logits(ids, training=self.training, targets=others)
+            return change(base, after)[leaking].max().item()
+
+        return confirmed(self.subject, found[leaking].max().item(), self.tolerance, look)
+
+    def _error(self, message: str, position: int, ahead: int, size: float, note: str) -> CausalityError:
+        return CausalityError(
+            message, position=position, ahead=ahead, size=size, tolerance=self.tolerance, note=note
+        )
+
+    def _blame(self, edited: Tensor, cuts: Tensor, found: Tensor, note: str) -> None:
         """Raises, after tracing the leak: its first position and how far that position sees."""
         leaking = self._leaking(found, cuts)
         row = int(leaking.any(dim=1).nonzero()[0])
@@ -122,18 +151,41 @@ class _Trial:
         first = min(int(where.nonzero()[0]) for where in seen.values() if where.any())
         ahead = max(cut for cut, where in seen.items() if where[first]) - first
         message = f"{self.when}, output {first} sees its future, at least {ahead} ahead, and changes"
-        raise self._error(message, first, ahead, size)
+        raise self._error(message, first, ahead, size, note)
 
 
 def compare_decode(subject: Subject) -> None:
     """Raises `CausalityError` where what the model generates with its cache differs from one pass over the
     same text."""
+    compared = _decoded(subject)
+    if compared is None:
+        return
+    found, tolerance = compared
+
+    def look(other: Subject) -> float:
+        again = _decoded(other)
+        assert again is not None
+        return again[0].max().item()
+
+    if (found > tolerance).any():
+        note = confirmed(subject, found.max().item(), tolerance, look)
+        if note is not None:
+            position = int((found > tolerance).any(dim=0).nonzero()[0])
+            raise CausalityError(
+                f"decoding differs from the whole pass at position {position} (prompt of "
+                f"{subject.rows.shape[1] // 2})",
+                position=position, ahead=0, size=found.max().item(), tolerance=tolerance, note=note,
+            )  # fmt: skip
+
+
+def _decoded(subject: Subject) -> tuple[Tensor, float] | None:
+    """How far decoding is from the whole pass [B, T], and what rounding explains; None without decoding."""
     rows, model = subject.rows, twin(subject.model).eval()
     half = rows.shape[1] // 2
     prompt, count = rows[:, :half], rows.shape[1] - half
     generate = getattr(model, "generate", None)
     if generate is None or not _takes(generate, prompt, count, temperature=0.0):
-        return
+        return None
     pieces: list[Any] = []
     decode = getattr(model, "decode", None)
     if callable(decode):
@@ -149,16 +201,10 @@ def compare_decode(subject: Subject) -> None:
     whole, tolerance = subject.settle(text[:, :-1], training=False)
     tolerance *= 2  # other shapes run other kernels, so that every operation rounds differently
     if pieces and all(isinstance(piece, Tensor) and piece.ndim == 3 for piece in pieces):
-        found = change(whole, torch.cat(pieces, dim=1).double())
-    else:
-        chosen = whole[:, half - 1 :].gather(-1, text[:, half:, None])
-        found = F.pad((whole[:, half - 1 :].amax(-1, keepdim=True) - chosen)[..., 0] / 2, (half - 1, 0))
-    if (found > tolerance).any():
-        position = int((found > tolerance).any(dim=0).nonzero()[0])
-        raise CausalityError(
-            f"decoding differs from the whole pass at position {position} (prompt of {half})",
-            position=position, ahead=0, size=found.max().item(), tolerance=tolerance,
-        )  # fmt: skip
+        return change(whole, torch.cat(pieces, dim=1).double()), tolerance
+    chosen = whole[:, half - 1 :].gather(-1, text[:, half:, None])
+    short = (whole[:, half - 1 :].amax(-1, keepdim=True) - chosen)[..., 0] / 2
+    return F.pad(short, (half - 1, 0)), tolerance
 
 
 def _takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:

@@ -1,5 +1,6 @@
 """The model under trial: its answers, what rounding does to them, and how it is shaken and trained."""
 
+import copy
 import inspect
 import random
 from typing import Any
@@ -24,6 +25,12 @@ class Subject:
         self.trainable = [p for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
         self.accepts = frozenset(inspect.signature(self.model.forward).parameters)
         self.step = _rounding_step(self.model, rows)
+
+    def exact(self) -> "Subject":
+        """The same in float64, to be run without autocast."""
+        other = copy.copy(self)
+        other.model = copied(self.model).double()
+        return other
 
     # Passes
 

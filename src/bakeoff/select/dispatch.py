@@ -15,7 +15,7 @@ from bakeoff.select.op import Candidate, Case, Op, TensorMeta, find_op
 from bakeoff.select.table import Found
 from bakeoff.select.tune import recordings, settle
 
-__all__ = ["Choice", "able", "checked", "choose", "decide", "dispatch"]
+__all__ = ["Choice", "able", "checked", "choose", "decide", "dispatch", "unsettled"]
 
 log = logging.getLogger("bakeoff")
 _MOST_REMEMBERED = 4096
@@ -50,7 +50,7 @@ def decide(op: Op, case: Case, where: tuple[Any, ...]) -> Callable[..., Any]:
     settings = policy.current()
     if recordings:
         recordings[-1][key(op, case, settings.on(case.device)), case.device] = (op, case)
-        return choose(op, case, _unsettled(settings)).candidate.call
+        return choose(op, case, unsettled(settings)).candidate.call
     call = choose(op, case, settings).candidate.call
     if not recordings:  # a recording that began meanwhile must see the next such call
         decided = policy.memo(settings)
@@ -163,7 +163,7 @@ def _may_tune(case: Case, regime: str) -> bool:
     return torch._C._current_graph_task_id() == -1
 
 
-def _unsettled(settings: policy.Settings) -> policy.Settings:
+def unsettled(settings: policy.Settings) -> policy.Settings:
     """`settings` for a call that must neither hold a contest nor fail for want of one."""
     if settings.policy in ("tune", "strict"):
         return msgspec.structs.replace(settings, policy="table")
@@ -204,7 +204,7 @@ def _constant_choice(op_name: str, known: tuple[Any, ...], grad: bool, impl: str
     else:
         if recordings:
             recordings[-1][key(op, case, "compiled"), device] = (op, case)
-            settings = _unsettled(settings)
+            settings = unsettled(settings)
         chosen = choose(op, case, settings).candidate
     if chosen.name == "compiled":
         chosen = op.incumbent  # the region around it is compiled already

@@ -1,18 +1,22 @@
 """Explain: the choice for a call, why, and everything the contest found."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
 from bakeoff import hardware
 from bakeoff.select import policy
-from bakeoff.select.dispatch import checked, choose
+from bakeoff.select.dispatch import checked, choose, unsettled
 from bakeoff.select.key import key
 from bakeoff.select.op import Case, Op, find_op
+from bakeoff.select.tune import recording
 from bakeoff.select.verdict import Verdict
 
-__all__ = ["Explanation", "Row", "explain", "explain_case", "rows_of"]
+__all__ = ["Explanation", "Row", "choices", "explain", "explain_case", "rows_of"]
+
+T = TypeVar("T")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -84,6 +88,15 @@ def explain_case(op: Op, case: Case, settings: policy.Settings | None = None) ->
     why = {c.name: "; ".join(c.reasons(case)) or "not measured" for c in op.candidates}
     rows = tuple(Row(name, None, None, None, name == chosen, text) for name, text in why.items())
     return Explanation(op.name, name, chosen, choice.why, "no verdict for this key", rows)
+
+
+def choices(step: Callable[[], T]) -> tuple[T, frozenset[tuple[str, str]]]:
+    """What step() gives, and every (op, candidate) that it ran; nothing is tuned meanwhile."""
+    with recording() as recorded:
+        result = step()
+    settings = unsettled(policy.current())
+    ran = {(op.name, choose(op, case, settings).candidate.name) for op, case in recorded.values()}
+    return result, frozenset(ran)
 
 
 def rows_of(verdict: Verdict, device: str, chosen: str) -> tuple[Row, ...]:

@@ -144,6 +144,7 @@ class Run:
         self.pace.begin()
         if start is None:
             self.before = self.evaluate()
+            self.pace.begin()  # so that equal time is equal time for training
         self.pace.begin_loop()
 
     def _restore(self, start: Checkpoint) -> None:
