@@ -1,9 +1,11 @@
 """long_conv: its definition against the sum term by term, its laws, PyTorch's candidates, bad input."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,7 +16,8 @@ from bakeoff.ops.long_conv.reference import fast_length
 from bakeoff.ops.long_conv.reference import long_conv as reference
 from bakeoff.select.compiled import compiler_missing
 from bakeoff.select.key import key
-from bakeoff.select.op import Case, TensorMeta
+from bakeoff.select.op import Candidate, Case, TensorMeta
+from bakeoff.select.verify import Inaccurate, verify, yardsticks
 
 NAMES = ("u", "h", "skip", "gate_in", "gate_out")
 
@@ -225,3 +228,47 @@ U, H = torch.randn(2, 6, 3), torch.randn(3, 6)
 def test_bad_input_names_the_fix(args: Any, kept: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         long_conv(*args, **kept)
+
+
+def dft(n: int) -> Tensor:
+    k = torch.arange(n, dtype=torch.float64)
+    return torch.polar(torch.ones(n, n, dtype=torch.float64), -2 * math.pi / n * k * k[:, None])
+
+
+def by_matrices(round_to: torch.dtype) -> Any:
+    """A convolution by DFTs as products of matrices (32 x 64 points), each operand rounded to `round_to`."""
+
+    def rounded(z: Tensor) -> Tensor:
+        parts = torch.view_as_real(z).to(round_to).double()
+        return torch.view_as_complex(parts.contiguous())
+
+    def convolved(u: Tensor, h: Tensor, *_: Any) -> Tensor:
+        B, T, C = u.shape
+        n, m = 32, 64
+        assert n * m >= 2 * T
+        scale = u.detach().abs().amax(1, keepdim=True).clamp(min=1e-30).log2().floor().exp2()
+        z = F.pad((u / scale).double().transpose(1, 2), (0, n * m - T)).view(B, C, n, m)
+        spectrum = torch.fft.fft(h.double(), n * m).view(C, m, n).transpose(1, 2)
+        size = spectrum.abs().amax((1, 2), keepdim=True).clamp(min=1e-30)
+        steps = torch.outer(torch.arange(n), torch.arange(m)).double()
+        turn = torch.polar(torch.ones_like(steps), -2 * math.pi / (n * m) * steps)
+        outer, inner = rounded(dft(n)), rounded(dft(m))
+        z = rounded(outer @ rounded(z + 0j) * turn / n**0.5) @ inner / m**0.5
+        z = rounded(rounded(z * (spectrum / size)) @ inner.conj() * turn.conj() / m**0.5)
+        y = (outer.conj() @ z).real.reshape(B, C, n * m)[..., :T] / n**0.5
+        return ((y * size[None, :, :, 0]).transpose(1, 2) * scale).to(u.dtype)
+
+    return convolved
+
+
+def test_half_precision_dfts_are_too_coarse_for_quiet_beginnings() -> None:
+    """Why there is no such candidate: what is loud later drowns what was quiet before, in float16 (however it
+    is scaled) as in bfloat16; in float32 it does not."""
+    meta = TensorMeta.dense((4, 1024, 64), torch.bfloat16)
+    h = TensorMeta.dense((64, 1024), torch.bfloat16)
+    args = {"u": meta, "h": h, "skip": None, "gate_in": None, "gate_out": None, "causal": True}
+    sticks = list(yardsticks(OP, Case(args, "cpu")))
+    verify(OP, Candidate("single", by_matrices(torch.float32)), sticks)
+    for dtype in (torch.float16, torch.bfloat16):
+        with pytest.raises(Inaccurate, match=r"max error .* at \[\d, 0, \d+\]"):
+            verify(OP, Candidate("half", by_matrices(dtype)), sticks[1:])

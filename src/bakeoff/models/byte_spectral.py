@@ -324,7 +324,9 @@ class Spectrum(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.arange(256)[:, None] / 127.5 - 1 + 0.1 * torch.randn(256, 1))
-        self.window = nn.Parameter(torch.hann_window(2 * config.window + 1)[config.window : -1].clone())
+        # Of sum 1: with magnitudes that grow with the window, the first steps of its weight upset the model.
+        window = torch.hann_window(2 * config.window + 1)[config.window : -1]
+        self.window = nn.Parameter(window / window.sum())
         self.omega = nn.Parameter(torch.linspace(0, math.pi, config.bins))
         self.weight = nn.Parameter(torch.zeros(config.bins, config.d_model))
         self.bias = nn.Parameter(torch.zeros(config.d_model))
