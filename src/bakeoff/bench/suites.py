@@ -57,6 +57,11 @@ def shrunk(op: Op, case: Case, elements: int) -> Case:
     while bound > 1 and max(meta.numel for meta in case.tensors.values()) > elements:
         bound //= 2
         case = case.replace(**{name: _cut(op, name, meta, bound) for name, meta in case.tensors.items()})
+        # What a bucket does without has no effect: filters longer than the sequence.
+        kept = op.bucket(case).tensors
+        case = case.replace(
+            **{name: kept[name] for name, meta in case.tensors.items() if kept[name].numel < meta.numel}
+        )
     op.check(case)
     return case
 

@@ -1,5 +1,7 @@
 """The declaration of long_conv: its candidates, checks, buckets, cost and cases."""
 
+import os
+
 import torch
 
 from bakeoff import cuda
@@ -131,6 +133,8 @@ def heuristic(case: Case, regime: str) -> str:
 
 def _toeplitz(case: Case) -> str | None:
     """Why products with Toeplitz matrices can't take these arguments."""
+    if not case.device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"runs on CUDA, not on {case.device}"
     if not case.causal:
         return "only causal filters"
     given = [case.args[name] for name in ("h", "skip", "gate_in", "gate_out")]
