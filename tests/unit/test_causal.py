@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from bakeoff.causal import CausalityError, assert_causal
 from bakeoff.errors import BakeoffError
+from bakeoff.models import byte_spectral
 from bakeoff.models.llm_med import Config, LLMMed
+from bakeoff.select import Candidate, Op, using
+from tests.unit import zoo
 
 V, D, T = 32, 16, 24
 
@@ -395,6 +398,114 @@ def test_a_leak_beyond_the_length_needs_a_longer_row() -> None:
     with pytest.raises(CausalityError) as caught:
         assert_causal(Far(), vocab=V, length=48)
     assert (caught.value.position, caught.value.ahead) == (0, 20)
+
+
+# Alarms that float64 confirms or denies
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kind", ["poles", "taps", "minimum_phase"])
+def test_rounding_that_a_transform_spreads_is_no_leak(kind: Any, noise: float) -> None:
+    """Filters and gates far from their start: activations of one row differ in size a hundredfold."""
+    config = byte_spectral.Config(
+        d_model=16, layers=2, heads=2, max_seq_len=24, poles=3, window=8, bins=5, filter=kind
+    )
+    for seed in range(6 if noise else 2):
+        torch.manual_seed(seed)
+        model = byte_spectral.ByteSpectralLM(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * noise)
+        assert_causal(model, length=20, seed=seed)
+
+
+class Loud(PaddedConvolution):
+    """A padded transform of rows with one token hundreds of times as large as others, and a small leak."""
+
+    leak = 0.0
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        n, loud = h.shape[1], h * (1 + 300 * (ids == V - 1))[..., None]
+        spectrum = torch.fft.rfft(self.filter[:n], n=2 * n, dim=0)
+        y = torch.fft.irfft(torch.fft.rfft(loud, n=2 * n, dim=1) * spectrum, n=2 * n, dim=1)[:, :n]
+        return y / (1e-6 + y.abs().amax(-1, keepdim=True)) + self.leak * following(h)
+
+
+def test_a_leak_below_the_rounding_is_found_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(V - 1, (4, T))
+    ids[:, -1] = V - 1
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = Loud()
+        assert_causal(model, ids, vocab=V, perturb=False, seed=seed)
+        model.leak = 1e-4
+        with pytest.raises(CausalityError, match="sees its future"):
+            assert_causal(model, ids, vocab=V, perturb=False, seed=seed)
+    model.leak = 0.0
+    monkeypatch.setattr("bakeoff.causal.checks.confirmed", lambda *_: "")
+    with pytest.raises(CausalityError):
+        assert_causal(model, ids, vocab=V, perturb=False)  # float32 alone raises it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_leak_of_one_dtype_is_a_leak(dtype: torch.dtype) -> None:
+    class Low(Body):
+        def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+            return h + following(h) * (h.dtype == dtype)
+
+    with pytest.raises(CausalityError, match="sees its future") as caught:
+        assert_causal(Low().to(dtype), vocab=V, length=T)
+    assert ("its float64 copy changes by 0, so this is float32's own" in str(caught.value)) == (
+        dtype == torch.float32
+    )
+
+
+class ByOp(Loud):
+    """Scales by an op of bakeoff, some of whose candidates leak in float32."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        self.op = (op,)  # as deep copies of a model copy an op, too
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        return super().mix(h, ids) + self.op[0](h, torch.ones_like(h[0, 0]), None)
+
+
+def test_a_leak_of_a_kernel_that_takes_no_float64_is_found() -> None:
+    def low(x: Tensor, w: Tensor, flag: Any) -> Tensor:
+        return torch.tanh(x + 1e-4 * following(x)) * w
+
+    def clean(x: Tensor, w: Tensor, flag: Any) -> Tensor:
+        return torch.tanh(x) * w
+
+    def single(case: Any) -> str | None:
+        return None if case.x.dtype == torch.float32 else "takes float32 alone"
+
+    op = zoo.op(Candidate("low", low, supports=single), Candidate("clean", clean, supports=single))
+    torch.manual_seed(0)
+    quiet, loud = torch.randint(V - 1, (4, T)), torch.randint(V - 1, (4, T))
+    loud[:, -1] = V - 1
+    with zoo.registered(op):
+        with using(zoo="clean"):
+            assert_causal(ByOp(op), quiet, vocab=V - 1, perturb=False)
+            assert_causal(ByOp(op), loud, vocab=V, perturb=False)
+        with (
+            using(zoo="low"),
+            pytest.raises(CausalityError, match="the copy ran plain PyTorch, the model zoo by low") as caught,
+        ):
+            assert_causal(ByOp(op), quiet, vocab=V - 1, perturb=False)
+        assert "its float64 copy changes by" in str(caught.value)
+
+
+def test_a_model_that_takes_no_float64_is_judged_without_it() -> None:
+    class Single(Bidirectional):
+        def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+            return super().mix(h, ids) @ torch.eye(D)
+
+    with pytest.raises(
+        CausalityError, match="its float64 copy, to tell a leak from rounding, fails: Runtime"
+    ):
+        assert_causal(Single(), vocab=V, length=T)
 
 
 # The language model: whole pass and decode

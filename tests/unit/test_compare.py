@@ -28,8 +28,10 @@ from bakeoff.compare import (
     speed,
     winner,
 )
+from bakeoff.compare.document import write
 from bakeoff.compare.judge import t_quantile
 from bakeoff.compare.lengths import sized
+from bakeoff.compare.page import filled
 from bakeoff.models import build
 from bakeoff.select import policy
 from bakeoff.train import ConfigError, resolve
@@ -109,7 +111,7 @@ def test_parameters_that_cannot_be_equal(text: Path) -> None:
     first, second = small_pair(text, "first.model.d_model=256")
     with pytest.raises(CompareError, match=r"d_ff=8.*lower first\.model\.d_model"):
         match(first, parameters(second.model))
-    first, second = small_pair(text, "model.d_model=8", "model.heads=1")
+    first, second = small_pair(text, "model.d_model=8", "model.heads=1", "first.model.filter=poles")
     with pytest.raises(CompareError, match="more than 2% off"):
         match(first, parameters(second.model) + 100)
 
@@ -443,3 +445,33 @@ def test_a_torn_file_is_named(text: Path) -> None:
     assert done.exit_code == 1
     assert "compare.json" in done.stderr
     assert "Move it away" in done.stderr
+
+
+# Documents -------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in (ROOT / "docs").glob("*.md") if "<!-- comparison:" in p.read_text()],
+    ids=lambda p: p.name,
+)
+def test_pages_say_what_the_results_say(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert filled(text, ROOT) == text, f"run python -m bakeoff.compare.page {path.name}"
+    for name in re.findall(r"\]\((images/[^)]+)\)", text):
+        assert (path.parent / name).exists(), f"run python -m bakeoff.compare.page {path.name}"
+
+
+def test_a_page_is_filled_between_its_marks(tmp_path: Path) -> None:
+    document = read(ROOT / "results" / "cpu" / "enwik8-poles")
+    write(tmp_path / "results" / "mine", document)
+    page = "before\n<!-- comparison: results/mine -->\nold\n<!-- end -->\nafter\n"
+    text = filled(page, tmp_path)
+    assert text.startswith("before\n<!-- comparison: results/mine -->\n**")
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert "old" not in text
+    assert f"{document.first.parameters:,}" in text
+    assert "images/mine-curves.svg" in text
+    assert filled(text, tmp_path) == text

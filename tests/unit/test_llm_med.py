@@ -1,10 +1,12 @@
 """LLM-Med: shapes, positions, causality, the cache, sampling, and what it refuses."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from bakeoff import models
 from bakeoff.models import llm_med
 from bakeoff.models.llm_med import SIZES, Cache, Config, LLMMed, sample
 from bakeoff.ops.rotary import rotary
@@ -234,8 +236,74 @@ def test_contradictory_configurations_name_the_fix(changes: dict[str, float], me
 
 
 @pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"d_model": 32.0}, TypeError, "d_model=32.0 must be an int"),
+        ({"layers": True}, TypeError, "layers=True must be an int"),
+        ({"heads": "4"}, TypeError, "heads='4' must be an int"),
+        ({"tie": 1}, TypeError, "tie=1 must be True or False"),
+        ({"dropout": "0.1"}, TypeError, "dropout='0.1' must be a number"),
+        ({"norm_eps": None}, TypeError, "norm_eps=None must be a number"),
+        ({"norm_eps": math.nan}, ValueError, "norm_eps=nan must be a finite number, not negative"),
+        ({"logit_cap": math.inf}, ValueError, "logit_cap=inf must be a finite number"),
+        ({"rope_base": 0.0}, ValueError, "rope_base=0 must be positive"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Config(**{**SMALL, **changes})
+    assert Config(**{**SMALL, "dropout": 0}).dropout == 0, "a whole number is a number"
+
+
+@pytest.mark.parametrize("config", [{}, None, Config])
+def test_a_model_is_built_of_a_configuration_alone(config: Any) -> None:
+    with pytest.raises(TypeError, match=r"config must be a bakeoff.models.llm_med.Config, got a "):
+        LLMMed(config)
+    both = r"config must be a bakeoff.models.llm_med.Config or bakeoff.models.byte_spectral.Config, got a "
+    with pytest.raises(TypeError, match=both):
+        models.build(config)
+
+
+def empty_then_loaded(built: Any, way: str) -> Any:
+    """A model like `built`, made without data and given its state by one of the usual ways."""
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        model = models.build(built.config)
+    model.to(next(built.parameters()).dtype)
+    if way == "assign":
+        model.load_state_dict(built.state_dict(), assign=True)
+    elif way == "as a part":
+        whole = torch.nn.ModuleDict({"model": model}).to_empty(device="cpu")
+        whole.load_state_dict({f"model.{name}": value for name, value in built.state_dict().items()})
+    else:
+        junk = model if way == "from meta" else models.build(built.config).to(next(built.parameters()).dtype)
+        model = junk.to_empty(device="cpu")
+        model.load_state_dict(built.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("way", ["from meta", "from data", "as a part", "assign"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_was_built_without_data_has_its_positions_once_loaded(dtype: torch.dtype, way: str) -> None:
+    ids = torch.randint(256, (2, 20))
+    attending = models.byte_spectral.Config(
+        d_model=16, layers=2, heads=2, max_seq_len=24, poles=2, window=4, bins=3, attention_every=2
+    )
+    for built in (perturbed(dtype), models.build(attending).to(dtype)):
+        torch.full((1 << 16,), 7.0)  # memory that is handed out again is not zeros
+        loaded = empty_then_loaded(built, way)
+        assert torch.equal(loaded(ids)[0], built(ids)[0])
+        assert set(loaded.state_dict()) == set(built.state_dict())
+        assert (loaded.cos.dtype, loaded.cos.device.type) == (dtype, "cpu")
+
+
+@pytest.mark.parametrize(
     ("ids", "error", "message"),
     [
+        (b"text", TypeError, r"ids must be a tensor, got bytes: .*torch.tensor\(\[list\(b'text'\)\]\)"),
+        ([[1, 2]], TypeError, "ids must be a tensor, got list"),
         (torch.zeros(2, 3), TypeError, r"ids are torch.float32.*call ids.long\(\)"),
         (torch.zeros(2, 3, dtype=torch.bool), TypeError, "torch.bool"),
         (torch.zeros(5, dtype=torch.long), ValueError, r"expected \[B, T\]; one row is ids\[None\]"),
@@ -244,7 +312,7 @@ def test_contradictory_configurations_name_the_fix(changes: dict[str, float], me
         (torch.zeros(1, 25, dtype=torch.long), ValueError, r"25 symbols.*Config\(max_seq_len=25\)"),
     ],
 )
-def test_bad_ids_name_the_fix(ids: torch.Tensor, error: type[Exception], message: str) -> None:
+def test_bad_ids_name_the_fix(ids: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         LLMMed(Config(**SMALL))(ids)
 
@@ -264,5 +332,9 @@ def test_bad_targets_and_sampling_settings_name_the_fix() -> None:
         model.stream(ids, -1)
     with pytest.raises(ValueError, match="not both"):
         model.stream(ids, 1, seed=1, generator=torch.Generator())
+    with pytest.raises(TypeError, match="prompt must be a tensor, got str"):
+        model.generate("text", 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"cache must be a bakeoff.models.llm_med.Cache, got a b"):
+        model.decode(ids, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="prompt are empty"):
         model.generate(ids[:, :0], 1)

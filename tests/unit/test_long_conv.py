@@ -221,7 +221,10 @@ U, H = torch.randn(2, 6, 3), torch.randn(3, 6)
         ((U.long(), H), {}, TypeError, r"u is torch.int64; convert it"),
         ((U, H.to(torch.complex64)), {}, TypeError, "h is torch.complex64"),
         ((U, H), {"skip": 1.0}, TypeError, "skip must be a tensor, got 1.0"),
+        ((U.to(torch.float8_e5m2), H), {}, TypeError, "u is torch.float8_e5m2; .* of at least 16 bits"),
+        ((U, H.to(torch.float8_e4m3fn)), {}, TypeError, "h is torch.float8_e4m3fn"),
         ((U, H), {"causal": 1}, TypeError, "causal is 1, expected True or False"),
+        ((U, H), {"causal": torch.ones(())}, TypeError, "causal is a tensor, expected True or False"),
         ((U, H.to("meta")), {}, ValueError, "all tensors must be on one device"),
     ],
 )

@@ -282,6 +282,42 @@ def test_mixed_devices_are_named_with_the_fix(op: Op) -> None:
         op(torch.randn(4, 8), torch.empty(8, device="meta"), None)
 
 
+def test_a_meta_tensor_is_never_taken_for_one_of_the_cpu(op: Op) -> None:
+    """Both are device number -1."""
+    x, w = torch.randn(4, 8), torch.randn(8)
+    kinds = [(x, torch.randn(8), flag) for flag in (None, 1, 2, 3, 4, 5)]  # more than have compiled guards
+    for args in kinds * 2:
+        op(*args)
+        with pytest.raises(ValueError, match="must be on one device, got x on cpu, w on meta"):
+            op(x, w.to("meta"), args[2])
+
+
+def _other_layouts() -> dict[str, tuple[torch.Tensor, str]]:
+    x, parts = torch.randn(4, 8), [torch.randn(2, 8), torch.randn(3, 8)]
+    nested = r"x is a nested tensor; ops take dense tensors: pass torch.nested.to_padded_tensor\(x, 0.0\)"
+    return {
+        "coo": (x.to_sparse(), r"x is of layout torch.sparse_coo; ops take dense .*: pass x.to_dense\(\)"),
+        "csr": (x.to_sparse_csr(), r"x is of layout torch.sparse_csr; .*x.to_dense\(\)"),
+        "mkldnn": (x.to_mkldnn(), r"x is of layout torch._mkldnn; .*x.to_dense\(\)"),
+        "nested": (torch.nested.nested_tensor(parts), nested),
+        "jagged": (torch.nested.nested_tensor(parts, layout=torch.jagged), nested),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["coo", "csr", "mkldnn", "nested", "jagged"])
+def test_a_layout_without_strides_is_refused_by_name(op: Op, name: str) -> None:
+    x, message = _other_layouts()[name]
+    w = torch.randn(8)
+    for _ in range(2):
+        op(torch.randn(4, 8), w, None)
+        op(torch.zeros(()).expand(4, 8), w, None)  # strides of 0, as a sparse tensor gives
+        with pytest.raises(Unsupported, match=f"zoo_counting: {message}"):
+            op(x, w, None)
+        with pytest.raises(Unsupported, match=f"zoo_counting: {message}"):
+            op(x, w, None, impl="one")
+
+
 def test_a_wrapper_tensor_runs_on_plain_pytorch(op: Op) -> None:
     class Wrapped(torch.Tensor):
         pass
@@ -389,6 +425,49 @@ def test_what_cannot_be_traced_says_so(op: Op) -> None:
     run = torch.compile(lambda x, w: op(x, w, None, impl="opaque"), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"can't be traced by torch.compile"):
         run(x, w)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "error", "message"),
+    [
+        (torch.ones(4, 8), [1.0], TypeError, "zoo: w must be a tensor, got"),
+        (torch.ones(4, 8), torch.ones(7), ValueError, "zoo: w has shape .*, expected"),
+        (torch.ones(4, 8), torch.ones(8, device="meta"), ValueError, "must be on one device, got x on cpu"),
+        (torch.ones(4, 8).to_sparse(), torch.ones(8), Unsupported, r"pass x.to_dense\(\)"),
+    ],
+)
+def test_bad_arguments_raise_the_op_s_own_error_while_tracing(
+    op: Op, x: Any, w: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        torch.compile(lambda: op(x, w, None), backend="eager")()
+    if x.layout is torch.strided:  # torch.compile wraps it where it may not leave the graph
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+            torch.compile(lambda: op(x, w, None), backend="eager", fullgraph=True)()
+
+
+def test_sizes_are_checked_as_they_are_and_left_open() -> None:
+    """Also where one argument's rows are another's features, as a made-up number of rows would not fit."""
+    checks = []
+
+    def check(case: Any) -> None:
+        checks.append(case.x.shape)
+        if case.w.shape[0] > case.x.shape[0]:
+            raise ValueError(f"zoo: w has {case.w.shape[0]} rows for {case.x.shape[0]}")
+
+    def top(x: torch.Tensor, w: torch.Tensor, flag: Any = None) -> torch.Tensor:
+        return x * w.sum()
+
+    made = zoo.op(incumbent=Candidate("eager", top), name="zoo_rows", check=check, features={"x": 1, "w": 1})
+    with zoo.registered(made):
+        run = torch.compile(lambda x, w: made(x, w, None), fullgraph=True, backend="eager")
+        w = torch.ones(100)
+        for rows in (500, 300, 100, 150):
+            assert run(torch.ones(rows, 3), w)[0, 0] == 100
+        assert len(checks) == 2, "once for the first length, once for all"
+        torch.compiler.reset()
+        with pytest.raises(Exception, match="zoo: w has 100 rows for 99"):
+            run(torch.ones(99, 3), w)
 
 
 def test_tracing_is_recorded_with_a_case_of_moderate_size(op: Op) -> None:

@@ -6,12 +6,14 @@ float32 (or float64) is ever rounded so; what is rounded to 16 bits is rounded p
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from bakeoff.causal.copies import device_of
 from bakeoff.causal.subject import Subject
 from bakeoff.select.explain import choices
+from bakeoff.select.op import find_op
 from bakeoff.select.policy import using
 
 __all__ = ["confirmed"]
@@ -21,36 +23,31 @@ _STAYS = 0.01  # part of a change that stays in float64 only if it is a leak: ro
 _MOST = 64  # tolerances that rounding can exceed: strongly perturbed models reach 5
 
 
-def confirmed(subject: Subject, size: float, tolerance: float, look: Callable[[Subject], float]) -> str | None:
+def confirmed(
+    subject: Subject, size: float, tolerance: float, look: Callable[[Subject], float]
+) -> str | None:
     """What to add to the report of an alarm, a change of `size`; None where the alarm is false.
 
-    ``look(subject)`` gives the change again. False alarms are those of float32 that float64 doesn't see, with
-    the same candidates of every op or, where these take no float64, with others that move as much in float32.
+    ``look(subject)`` gives the change again. False alarms are those of float32 that a float64 copy on plain
+    PyTorch doesn't see, while plain PyTorch does in float32: what goes with a kernel is the kernel's leak.
     """
     if subject.step > _FINEST:
         return ""
-    ran = choices(lambda: look(subject))[1]
+    ran = choices(lambda: look(subject))
+    plain: dict[str, Any] = {op: find_op(op).incumbent.name for op, _ in ran}
     try:
         exact = subject.exact()
-        with torch.autocast(device_of(subject.model).type, enabled=False):
-            stays, instead = choices(lambda: look(exact))
-    except Exception as error:  # whatever a model raises in another dtype
+        with using(**plain), torch.autocast(device_of(subject.model).type, enabled=False):
+            stays = look(exact)
+    except Exception as error:  # noqa: BLE001 (a model may raise anything in another dtype)
         return f"; its float64 copy, to tell a leak from rounding, fails: {type(error).__name__}: {error}"
     if stays > _STAYS * size:
         return ""
     note = f"; its float64 copy changes by {stays:.3g}, so this is float32's own"
-    if size > _MOST * tolerance:
-        return note
-    if instead == ran or _moves(subject, dict(instead), look) > size / 4:
-        return None
-    kernels = ", ".join(f"{op} by {candidate}" for op, candidate in sorted(ran - instead))
-    return f"{note}: it ran {kernels}, which the copy can't; `bakeoff.using` forces another candidate"
-
-
-def _moves(subject: Subject, candidates: dict[str, str], look: Callable[[Subject], float]) -> float:
-    """The change with these candidates; 0 where they can't run."""
-    try:
-        with using(**candidates):  # type: ignore[arg-type]
-            return look(subject)
-    except Exception:
-        return 0.0
+    kernels = ran - plain.items()
+    if size <= _MOST * tolerance:
+        with using(**plain):
+            if not kernels or look(subject) > size / 4:
+                return None
+    named = ", ".join(f"{op} by {candidate}" for op, candidate in sorted(kernels))
+    return f"{note}: the copy ran plain PyTorch, the model {named}" if kernels else note

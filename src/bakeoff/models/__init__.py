@@ -15,8 +15,11 @@ _MODULES = ("byte_spectral", "llm_med")
 def build(
     config: "llm_med.Config | byte_spectral.Config",
 ) -> "llm_med.LLMMed | byte_spectral.ByteSpectralLM":
-    """The model that `config` describes, with fresh parameters."""
+    """The model that `config` describes, with fresh parameters. Anything else raises TypeError."""
     from bakeoff.models import byte_spectral, llm_med
+    from bakeoff.models.checks import check_kind
+
+    check_kind("config", config, llm_med.Config, byte_spectral.Config)
 
     if isinstance(config, byte_spectral.Config):
         return byte_spectral.ByteSpectralLM(config)

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models import llm_med
-from bakeoff.models.llm_med import MLP, Attention, Sampling, check_ids, check_sampling, sample
-from bakeoff.nn import RMSNorm
+from bakeoff.models.checks import check_fields, check_ids, check_kind, check_sampling, check_symbols
+from bakeoff.models.llm_med import MLP, Attention, Sampling, sample
+from bakeoff.nn import HasRotaryTables, RMSNorm
 from bakeoff.ops import byte_spectral, long_conv, pole_scan, spectral_filter
-from bakeoff.ops.rotary import rotary_tables
 
 __all__ = ["SIZES", "ByteSpectralLM", "Cache", "Config"]
 
@@ -83,7 +83,9 @@ class Config(
     """The head uses the embedding's weight."""
 
     def __post_init__(self) -> None:
-        self._check_types()
+        check_fields(self)
+        if self.filter not in get_args(Filter):
+            raise ValueError(f"filter={self.filter!r} must be one of {', '.join(get_args(Filter))}")
         for name in ("d_model", "layers", "poles", "window", "bins", "heads", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -103,16 +105,6 @@ class Config(
             )
         if self.bidirectional and self.attention_every:
             raise ValueError("attention here is causal: attention_every must be 0 in a bidirectional model")
-
-    def _check_types(self) -> None:
-        for name, kind in type(self).__annotations__.items():
-            value = getattr(self, name)
-            if kind in (int, bool) and type(value) is not kind:
-                raise TypeError(f"{name}={value!r} must be {'True or False' if kind is bool else 'an int'}")
-        if self.filter not in get_args(Filter):
-            raise ValueError(f"filter={self.filter!r} must be one of {', '.join(get_args(Filter))}")
-        if not isinstance(self.norm_eps, int | float) or not 0.0 <= self.norm_eps < math.inf:
-            raise ValueError(f"norm_eps={self.norm_eps!r} must be a finite number, not negative")
 
     @classmethod
     def sizes(cls, size: Size, **overrides: float | bool | str) -> "Config":
@@ -336,7 +328,7 @@ class Spectrum(nn.Module):
         return byte_spectral(ids, self.table, self.window, self.omega, weight=self.weight, bias=self.bias)
 
 
-class ByteSpectralLM(nn.Module):
+class ByteSpectralLM(HasRotaryTables):
     """A causal language model over bytes, or with ``bidirectional=True`` an encoder that classifies rows.
 
     >>> model = ByteSpectralLM(Config.sizes("tiny"))
@@ -347,7 +339,7 @@ class ByteSpectralLM(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        _check_kind("config", config, Config)
+        check_kind("config", config, Config)
         self.config = config
         self.embed = nn.Embedding(256, config.d_model)
         self.spectrum = Spectrum(config)
@@ -356,13 +348,8 @@ class ByteSpectralLM(nn.Module):
         own = config.bidirectional or not config.tie
         self.head = nn.Linear(config.d_model, config.classes or 256, bias=False) if own else None
         length = config.max_seq_len if config.attention_every else 0
-        cos, sin = rotary_tables(length, config.head_dim if length else 2)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.make_tables(length, config.head_dim if length else 2)
         self.reset_parameters()
-
-    cos: Tensor
-    sin: Tensor
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -393,7 +380,7 @@ class ByteSpectralLM(nn.Module):
         """
         self._check(ids)
         if targets is not None:
-            _check_symbols("targets", targets)
+            check_symbols("targets", targets)
             wanted = ids.shape[:1] if self.config.bidirectional else ids.shape
             if targets.shape != wanted:
                 raise ValueError(
@@ -413,7 +400,7 @@ class ByteSpectralLM(nn.Module):
         With poles and without attention a step costs the same however long the text is.
         """
         self._check_causal()
-        _check_kind("cache", cache, Cache)
+        check_kind("cache", cache, Cache)
         self._check(ids, cache.length)
         if cache.config is not self.config and cache.config != self.config:
             raise ValueError("cache was made for another model: use Cache(model.config)")
@@ -432,7 +419,6 @@ class ByteSpectralLM(nn.Module):
             raise ValueError("an encoder sees whole rows and can't decode: use bidirectional=False")
 
     def _check(self, ids: Tensor, held: int = 0) -> None:
-        _check_symbols("ids", ids)
         check_ids("ids", ids)
         length, limit = held + ids.shape[1], self.config.max_seq_len
         if length > limit and (self.config.attention_every or self.config.bidirectional):
@@ -499,7 +485,6 @@ class ByteSpectralLM(nn.Module):
         last half of the window when it is full; others go on without end.
         """
         self._check_causal()
-        _check_symbols("prompt", prompt)
         check_ids("prompt", prompt)
         check_sampling(max_new, temperature, top_k, top_p)
         if seed is not None:
@@ -530,20 +515,3 @@ class ByteSpectralLM(nn.Module):
             if limit < 2**62:  # what a full cache is rebuilt from
                 seen = torch.cat([seen, fresh], dim=1)[:, -limit:]
             yield new
-
-
-def _check_kind(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        given = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise TypeError(f"{name} must be a {kind.__module__}.{kind.__qualname__}, got a {given}")
-
-
-def _check_symbols(name: str, symbols: object) -> None:
-    """Raises TypeError unless these are whole numbers in a tensor."""
-    if not isinstance(symbols, Tensor):
-        raise TypeError(
-            f"{name} must be a tensor, got {type(symbols).__name__}: bytes become one by "
-            f"torch.tensor([list(b'text')])"
-        )
-    if symbols.dtype not in (torch.uint8, torch.int32, torch.int64):
-        raise TypeError(f"{name} are {symbols.dtype}, expected uint8, int32 or int64: call {name}.long()")

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bakeoff.nn import RMSNorm
-from bakeoff.ops.rotary import rotary, rotary_tables
+from bakeoff.models.checks import check_fields, check_ids, check_kind, check_sampling
+from bakeoff.nn import HasRotaryTables, RMSNorm
+from bakeoff.ops.rotary import rotary
 
 __all__ = ["SIZES", "Cache", "Config", "LLMMed", "sample"]
 
@@ -34,7 +35,8 @@ SIZES: dict[str, dict[str, int]] = {
 class Config(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="llm-med"
 ):
-    """The shape of an `LLMMed`. Values that contradict each other raise ValueError."""
+    """The shape of an `LLMMed`. Values that contradict each other raise ValueError, values of another type
+    TypeError."""
 
     vocab: int = 256
     d_model: int = 384
@@ -55,6 +57,7 @@ class Config(
     """The head uses the embedding's weight."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("vocab", "d_model", "layers", "heads", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -68,10 +71,10 @@ class Config(
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads} (0 means no sharing)")
         if self.d_ff < 0:
             raise ValueError(f"d_ff={self.d_ff} must not be negative (0 means 8/3 of d_model)")
-        if not 0.0 <= self.dropout < 1.0:
+        if self.dropout >= 1.0:
             raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
-        if self.logit_cap < 0.0:
-            raise ValueError(f"logit_cap={self.logit_cap} must not be negative (0 means none)")
+        if self.rope_base == 0.0:
+            raise ValueError("rope_base=0 must be positive: the longest wavelength is about 2 pi rope_base")
 
     @classmethod
     def sizes(cls, size: Size, **overrides: float | bool) -> "Config":
@@ -194,7 +197,7 @@ class Block(nn.Module):
         return x, residual
 
 
-class LLMMed(nn.Module):
+class LLMMed(HasRotaryTables):
     """A causal language model over `config.vocab` symbols, bytes by default.
 
     >>> model = LLMMed(Config.sizes("tiny"))
@@ -205,18 +208,14 @@ class LLMMed(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        check_kind("config", config, Config)
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.d_model)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
-        cos, sin = rotary_tables(config.max_seq_len, config.head_dim, config.rope_base)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.make_tables(config.max_seq_len, config.head_dim, config.rope_base)
         self.reset_parameters()
-
-    cos: Tensor
-    sin: Tensor
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -263,6 +262,7 @@ class LLMMed(nn.Module):
 
     def decode(self, ids: Tensor, cache: Cache) -> Tensor:
         """Logits [B, T, V] of ids [B, T] that follow what `cache` holds; the cache then holds them, too."""
+        check_kind("cache", cache, Cache)
         self._check(ids, cache.length)
         logits = self._logits(ids, cache)
         cache.length += ids.shape[1]
@@ -383,25 +383,3 @@ def sample(
         surplus = ordered.cumsum(dim=-1) - ordered >= top_p  # the mass before it already suffices
         logits = logits.masked_fill(surplus.scatter(-1, order, surplus), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
-
-
-def check_ids(name: str, ids: Tensor) -> None:
-    """Raises unless `ids` is a non-empty [B, T] tensor of symbols."""
-    if ids.dtype not in (torch.uint8, torch.int32, torch.int64):
-        raise TypeError(f"{name} are {ids.dtype}, expected uint8, int32 or int64: call {name}.long()")
-    if ids.ndim != 2:
-        raise ValueError(f"{name} have shape {tuple(ids.shape)}, expected [B, T]; one row is {name}[None]")
-    if ids.numel() == 0:
-        raise ValueError(f"{name} are empty, shape {tuple(ids.shape)}: give at least one row of one symbol")
-
-
-def check_sampling(max_new: int, temperature: float, top_k: int, top_p: float) -> None:
-    """Raises ValueError for a setting that no sampling has."""
-    if max_new < 0:
-        raise ValueError(f"max_new={max_new} must not be negative")
-    if not 0.0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be 0 (the likeliest symbol) or a positive number")
-    if top_k < 0:
-        raise ValueError(f"top_k={top_k} must not be negative (0 means all symbols)")
-    if not 0.0 < top_p <= 1.0:
-        raise ValueError(f"top_p={top_p} must be in (0, 1]")

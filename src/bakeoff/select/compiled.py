@@ -1,6 +1,7 @@
 """The ``compiled`` candidate: torch.compile of a plain PyTorch formula."""
 
 import itertools
+import logging
 import os
 import shutil
 import types
@@ -13,6 +14,7 @@ from bakeoff.select.op import Case, TensorMeta
 
 __all__ = ["compiled", "compiler_missing"]
 
+log = logging.getLogger("bakeoff")
 _STATIC = 8
 _serial = itertools.count()
 
@@ -22,7 +24,7 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
 
     The first `_STATIC` shapes of each set of dtypes, flags and feature sizes are compiled for themselves,
     which is the fastest torch.compile does; later ones share code with dynamic shapes, so that changing
-    lengths don't compile forever.
+    lengths don't compile forever. Where torch.compile refuses to compile once more, `formula` runs as it is.
     """
     units: dict[tuple[Any, ...], Callable[..., Any]] = {}
     shapes: dict[tuple[Any, ...], set[Any]] = {}
@@ -46,7 +48,18 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
             found = units[unit] = torch.compile(
                 _twin(formula), fullgraph=True, dynamic=False if static else None
             )
-        return found(*args)
+        try:
+            return found(*args)
+        except Exception as error:
+            if type(error).__name__ != "FailOnRecompileLimitHit":
+                raise
+            if formula not in units.values():
+                log.warning(
+                    "%s.%s: torch.compile reached torch._dynamo.config.recompile_limit; these calls run "
+                    "uncompiled", formula.__module__, formula.__name__,
+                )  # fmt: skip
+            units[unit] = formula
+            return formula(*args)
 
     call.__doc__ = f"torch.compile of {formula.__module__}.{formula.__name__}"
     call.__module__ = formula.__module__

@@ -141,15 +141,29 @@ def checked(op: Op, args: Sequence[Any]) -> Case:
             raise Unsupported(
                 f"{op.name}: {name} is a DTensor; ops work on local shards: pass {name}.to_local()"
             )
+        if arg.layout is not torch.strided or arg.is_nested:
+            raise Unsupported(_other_layout(op.name, name, arg))
         devices.setdefault(str(arg.device), name)
+    _check_devices(op, devices)
+    case = op.case(args)
+    op.check(case)
+    return case
+
+
+def _other_layout(op_name: str, name: str, tensor: torch.Tensor) -> str:
+    nested = tensor.is_nested
+    fix = f"torch.nested.to_padded_tensor({name}, 0.0)" if nested else f"{name}.to_dense()"
+    form = "a nested tensor" if nested else f"of layout {tensor.layout}"
+    return f"{op_name}: {name} is {form}; ops take dense tensors: pass {fix}"
+
+
+def _check_devices(op: Op, devices: dict[str, str]) -> None:
+    """Raises unless there is one device at most, of `devices` with an argument's name each."""
     if len(devices) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ValueError(
             f"{op.name}: all tensors must be on one device, got {places}; move them with .to(device)"
         )
-    case = op.case(args)
-    op.check(case)
-    return case
 
 
 def _may_tune(case: Case, regime: str) -> bool:
@@ -172,15 +186,60 @@ def unsettled(settings: policy.Settings) -> policy.Settings:
 
 def _traced(op: Op, args: Sequence[Any], impl: str | None) -> Any:
     """Inside torch.compile: the decision is a constant, read from the table without touching row counts."""
+    from torch._dynamo.comptime import comptime  # here, because it brings all of torch._dynamo
+
     known: list[Any] = []
     for name, arg in zip(op.params, args, strict=True):
         if isinstance(arg, torch.Tensor):
-            rows = arg.dim() - op.features[name]
+            if arg.layout is not torch.strided or arg.is_nested:
+                raise Unsupported(_other_layout(op.name, name, arg))
+            comptime(_note_shape)
+            rows = arg.dim() - op.features.get(name, 0)
             features = tuple([operator.index(size) for size in arg.shape[rows:]])  # specialises these alone
             known.append((features, rows, arg.dtype, str(arg.device), arg.requires_grad))
         else:
             known.append(arg)
-    return op.traced[_constant_choice(op.name, tuple(known), torch.is_grad_enabled(), impl)](*args)
+    described = tuple(known)
+    fault = _constant_fault(op.name, described)
+    if fault:
+        raise _FAULTS[fault[0]](fault[1])
+    return op.traced[_constant_choice(op.name, described, torch.is_grad_enabled(), impl)](*args)
+
+
+_shapes: dict[str, tuple[int | None, ...]] = {}
+"""Of the tensors of the call being traced, by argument, as they are in this trace."""
+_FAULTS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError)}
+
+
+def _note_shape(context: Any) -> None:
+    """While tracing: notes the shape of `arg`, without a guard on it; None for a size that is data."""
+    shape = context.get_local("arg").as_fake().shape
+    known = [size if isinstance(size, int) else size.node.hint for size in shape]
+    _shapes[context.get_local("name").as_python_constant()] = tuple(known)
+
+
+def _constant_fault(op_name: str, known: tuple[Any, ...]) -> tuple[str, str] | None:
+    """The kind and the text of the error that the arguments deserve, or None."""
+    op = find_op(op_name)
+    values: dict[str, Any] = {}
+    devices: dict[str, str] = {}
+    shapes = {**_shapes}
+    _shapes.clear()
+    for name, value in zip(op.params, known, strict=True):
+        values[name] = value
+        if isinstance(value, tuple) and len(value) == 5:
+            _, _, dtype, device, wants = value
+            devices.setdefault(device, name)
+            shape = shapes.get(name, (None,))
+            if None in shape:  # not traced by torch.compile, or a size that only the data tell
+                return None
+            values[name] = TensorMeta.dense(shape, dtype, grad=wants)  # type: ignore[arg-type]
+    try:
+        _check_devices(op, devices)
+        op.check(Case(values, next(iter(devices), "cpu")))
+    except (TypeError, ValueError) as error:
+        return ("TypeError" if isinstance(error, TypeError) else "ValueError"), str(error)
+    return None
 
 
 def _constant_choice(op_name: str, known: tuple[Any, ...], grad: bool, impl: str | None) -> str:
@@ -214,6 +273,7 @@ def _constant_choice(op_name: str, known: tuple[Any, ...], grad: bool, impl: str
 
 # What torch.compiler.assume_constant_result sets; calling it would import all of torch._dynamo at once.
 _constant_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constant_fault._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _say_once(text: str, level: int) -> None:

@@ -1,7 +1,7 @@
 """Explain: the choice for a call, why, and everything the contest found."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -15,8 +15,6 @@ from bakeoff.select.tune import recording
 from bakeoff.select.verdict import Verdict
 
 __all__ = ["Explanation", "Row", "choices", "explain", "explain_case", "rows_of"]
-
-T = TypeVar("T")
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -90,13 +88,12 @@ def explain_case(op: Op, case: Case, settings: policy.Settings | None = None) ->
     return Explanation(op.name, name, chosen, choice.why, "no verdict for this key", rows)
 
 
-def choices(step: Callable[[], T]) -> tuple[T, frozenset[tuple[str, str]]]:
-    """What step() gives, and every (op, candidate) that it ran; nothing is tuned meanwhile."""
+def choices(step: Callable[[], object]) -> set[tuple[str, str]]:
+    """Every (op, candidate) that step() runs; nothing is tuned meanwhile."""
     with recording() as recorded:
-        result = step()
+        step()
     settings = unsettled(policy.current())
-    ran = {(op.name, choose(op, case, settings).candidate.name) for op, case in recorded.values()}
-    return result, frozenset(ran)
+    return {(op.name, choose(op, case, settings).candidate.name) for op, case in recorded.values()}
 
 
 def rows_of(verdict: Verdict, device: str, chosen: str) -> tuple[Row, ...]:

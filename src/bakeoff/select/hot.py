@@ -47,8 +47,13 @@ def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
         mode = torch.is_grad_enabled(), torch._C._get_deterministic_algorithms()
         for tensors, others, expected, check, call in guarded:
             # A set, because it compares by hash first: nobody asks a tensor whether it equals a number.
-            if (mode, others(args)) in expected and check(*tensors(args)):
-                return call  # type: ignore[no-any-return]
+            if (mode, others(args)) in expected:
+                given = tensors(args)
+                for tensor in given:
+                    if tensor.is_nested:  # it has no strides, for which check() ends the process
+                        return None
+                if check(*given):
+                    return call  # type: ignore[no-any-return]
     found: Callable[..., Any] | None = decided.get(fingerprint(op, args))
     if found is not None and (guarded is None or len(guarded) < _MOST_GUARDED):
         _guard(decided, op, args, found)
@@ -79,14 +84,19 @@ def fingerprint(op: object, args: Sequence[Any]) -> tuple[Any, ...]:
 
     Two calls with one fingerprint get one decision. The class is part of it, so that a tensor subclass
     never inherits a plain tensor's decision. Flat, because that is faster than nested tuples, and still
-    unambiguous: six entries a tensor, of which the first is a class, and one for anything else.
+    unambiguous: six entries a tensor, of which the first is a class, and one for anything else. Raises
+    RuntimeError for a tensor without a shape or strides.
     """
     found = [op, torch.is_grad_enabled(), torch._C._get_deterministic_algorithms()]
+    place: Any
     for a in args:
         kind = a.__class__
         if kind in _SCALARS or not isinstance(a, torch.Tensor):
             found.append(a)
         else:
-            layout = a.is_contiguous() or a.stride()
-            found += (kind, a.shape, a.dtype, a.get_device(), a.requires_grad, layout)
+            place = a.get_device()
+            if place < 0 and (not a.is_cpu or a.is_mkldnn):  # meta tensors have the CPU's number
+                place = (a.device, a.layout)
+            strides = a.is_contiguous() or (a.layout, a.stride())
+            found += (kind, a.shape, a.dtype, place, a.requires_grad, strides)
     return tuple(found)

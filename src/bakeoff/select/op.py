@@ -278,8 +278,8 @@ class Op:
         if impl is None and not torch.compiler.is_compiling():
             try:
                 call = hot.known(self, args)
-            except TypeError:  # an argument that can't be hashed is none an op takes: the check will name it
-                call = None
+            except (TypeError, AttributeError, RuntimeError):
+                call = None  # no tensor, or one without strides, or nothing to hash: the check will name it
             if call is not None:
                 return call(*args)
         from bakeoff.select.dispatch import dispatch  # bound late: dispatch knows policies, an op does not

@@ -43,9 +43,9 @@ def llm_med_base() -> Config:
 
 
 def byte_spectral_tiny() -> Config:
-    """As llm-med-tiny, with long filters in place of attention."""
+    """As llm-med-tiny, with filters of 64 taps in place of attention: on a CPU poles are slower."""
     base = llm_med_tiny()
-    model = byte_spectral.Config.sizes("tiny")
+    model = byte_spectral.Config.sizes("tiny", filter="taps", taps=64)
     return msgspec.structs.replace(base, recipe="byte-spectral-tiny", model=model)
 
 

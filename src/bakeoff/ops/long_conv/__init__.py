@@ -30,9 +30,9 @@ def long_conv(
     products with the gates in that dtype are.
 
     Args:
-        u: [B, T, C], any floating dtype, any strides; channel-major data is a view, ``x.transpose(1, 2)`` of
-            x [B, C, T].
-        h: [C, L], any floating dtype: the response to an impulse after 0, 1, ... positions.
+        u: [B, T, C], any floating dtype of at least 16 bits, any strides; channel-major data is a view,
+            ``x.transpose(1, 2)`` of x [B, C, T].
+        h: [C, L], any such dtype: the response to an impulse after 0, 1, ... positions.
         skip: [C], the weight of v itself, in addition to h[:, 0]; None: 0.
         gate_in, gate_out: [B, T, C]; None: 1.
         causal: whether the filter reaches into the past alone.
@@ -43,7 +43,7 @@ def long_conv(
         have gradients, of their own dtype.
 
     Raises:
-        TypeError: a dtype that isn't floating point.
+        TypeError: a dtype that isn't floating point, or has 8 bits.
         ValueError: shapes that don't fit; the message says what was expected.
         bakeoff.errors.Unsupported: `impl` can't take these arguments; the message gives every reason.
 

@@ -1,6 +1,7 @@
 """The declaration of long_conv: its candidates, checks, buckets, cost and cases."""
 
 import os
+import reprlib
 
 import torch
 
@@ -39,11 +40,15 @@ def _check_kinds(case: Case) -> None:
         if value is None and name not in ("u", "h"):
             continue
         if not isinstance(value, TensorMeta):
-            raise TypeError(f"long_conv: {name} must be a tensor, got {value!r}")
-        if not value.dtype.is_floating_point:
-            raise TypeError(f"long_conv: {name} is {value.dtype}; convert it to a floating point dtype")
+            raise TypeError(f"long_conv: {name} must be a tensor, got {reprlib.repr(value)}")
+        if not value.dtype.is_floating_point or value.dtype.itemsize < 2:
+            raise TypeError(
+                f"long_conv: {name} is {value.dtype}; convert it to a floating point dtype of at least "
+                f"16 bits"
+            )
     if not isinstance(case.causal, bool):
-        raise TypeError(f"long_conv: causal is {case.causal!r}, expected True or False")
+        given = "a tensor" if isinstance(case.causal, TensorMeta) else repr(case.causal)
+        raise TypeError(f"long_conv: causal is {given}, expected True or False")
 
 
 def bucket(case: Case) -> Case:

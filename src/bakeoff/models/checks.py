@@ -1,0 +1,63 @@
+"""What models refuse, with the fix in the message."""
+
+import math
+
+import msgspec
+import torch
+from torch import Tensor
+
+__all__ = ["check_fields", "check_ids", "check_kind", "check_sampling", "check_symbols"]
+
+
+def check_fields(config: msgspec.Struct) -> None:
+    """Raises TypeError where an int, float or bool field holds another type, and ValueError where a float is
+    negative or not finite."""
+    for name, kind in type(config).__annotations__.items():
+        value = getattr(config, name)
+        if kind in (int, bool) and type(value) is not kind:
+            raise TypeError(f"{name}={value!r} must be {'True or False' if kind is bool else 'an int'}")
+        if kind is float:
+            if type(value) not in (int, float):
+                raise TypeError(f"{name}={value!r} must be a number")
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"{name}={value!r} must be a finite number, not negative")
+
+
+def check_kind(name: str, value: object, *kinds: type) -> None:
+    """Raises TypeError unless the value is of one of these classes."""
+    if not isinstance(value, kinds):
+        wanted = " or ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+        given = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise TypeError(f"{name} must be a {wanted}, got a {given}")
+
+
+def check_symbols(name: str, symbols: object) -> None:
+    """Raises TypeError unless these are whole numbers in a tensor."""
+    if not isinstance(symbols, Tensor):
+        raise TypeError(
+            f"{name} must be a tensor, got {type(symbols).__name__}: bytes become one by "
+            f"torch.tensor([list(b'text')])"
+        )
+    if symbols.dtype not in (torch.uint8, torch.int32, torch.int64):
+        raise TypeError(f"{name} are {symbols.dtype}, expected uint8, int32 or int64: call {name}.long()")
+
+
+def check_ids(name: str, ids: Tensor) -> None:
+    """Raises unless `ids` is a non-empty [B, T] tensor of symbols."""
+    check_symbols(name, ids)
+    if ids.ndim != 2:
+        raise ValueError(f"{name} have shape {tuple(ids.shape)}, expected [B, T]; one row is {name}[None]")
+    if ids.numel() == 0:
+        raise ValueError(f"{name} are empty, shape {tuple(ids.shape)}: give at least one row of one symbol")
+
+
+def check_sampling(max_new: int, temperature: float, top_k: int, top_p: float) -> None:
+    """Raises ValueError for a setting that no sampling has."""
+    if max_new < 0:
+        raise ValueError(f"max_new={max_new} must not be negative")
+    if not 0.0 <= temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be 0 (the likeliest symbol) or a positive number")
+    if top_k < 0:
+        raise ValueError(f"top_k={top_k} must not be negative (0 means all symbols)")
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p={top_p} must be in (0, 1]")

@@ -1,0 +1,44 @@
+"""The compiled candidate: code per shape, then shared code, then none."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from bakeoff.select.compiled import compiled
+
+torch_compile = torch.compile
+
+
+def formula(x: Any, scale: Any) -> Any:
+    return torch.tanh(x) * scale
+
+
+@pytest.fixture(autouse=True)
+def _no_code_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch_compile, backend="eager"))
+
+
+def test_beyond_the_recompile_limit_the_formula_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """Strides are guarded, and no part of what code is kept by; a second unit falls back without a word."""
+    call = compiled(formula)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for shape in ((4, 6), (6, 8)):
+            views = [
+                torch.randn(shape),
+                torch.randn(shape[::-1]).t(),
+                torch.randn(shape[0], 99)[:, : shape[1]],
+            ]
+            for x in (*views, *views):
+                torch.testing.assert_close(call(x, 2.0), torch.tanh(x) * 2)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "bakeoff"]
+    assert "formula: torch.compile reached torch._dynamo.config.recompile_limit" in line
+
+
+def test_other_errors_are_the_caller_s(caplog: pytest.LogCaptureFixture) -> None:
+    call = compiled(formula)
+    with pytest.raises(RuntimeError):
+        call(torch.randn(4, 6), torch.randn(5))
+    assert not [record for record in caplog.records if record.name == "bakeoff"]
