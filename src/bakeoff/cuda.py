@@ -2,13 +2,13 @@
 builds bring along: no build step and no compiler to install.
 """
 
-import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 __all__ = ["Limits", "Module", "launches", "limits", "missing"]
 
@@ -65,11 +65,12 @@ class Module:
         with torch.cuda.device(self.device):
             self.kernels[kernel].set_shared_memory_config(nbytes)
 
-    def launch(self, kernel: str, blocks: int, threads: int, shared: int, *args: Any) -> None:
-        """Run `kernel` on the current stream. Numbers are passed as float and int, an empty tensor as a null
-        pointer."""
+    def launch(self, kernel: str, blocks: int, threads: int, shared: int, *args: Tensor | int) -> None:
+        """Run `kernel` on the current stream. Arguments are tensors, an empty one a null pointer, and numbers
+        of C's type int."""
         global _count
         _count += 1
-        given = [ctypes.c_float(a) if isinstance(a, float) else a for a in args]
         with torch.cuda.device(self.device):
-            self.kernels[kernel](grid=(blocks, 1, 1), block=(threads, 1, 1), args=given, shared_mem=shared)
+            self.kernels[kernel](
+                grid=(blocks, 1, 1), block=(threads, 1, 1), args=list(args), shared_mem=shared
+            )

@@ -59,7 +59,7 @@ class Module:
         if isinstance(value, torch.Tensor):
             assert value.numel() == 0 or value.untyped_storage().data_ptr()
             return ctypes.c_void_p(value.data_ptr() or None)
-        return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
+        return ctypes.c_int(value)  # refuses floats, as the launcher does
 
 
 def emulate(monkeypatch, shared=227 << 10):

@@ -78,7 +78,7 @@ def test_a_step_with_poles_keeps_a_state_of_fixed_size() -> None:
 
     def held() -> int:
         assert cache.bytes is not None
-        return cache.bytes.numel() + sum(kept.numel() for kept in cache.kept.values())
+        return cache.bytes.numel() + sum(kept.numel() for kept in cache.past.kept.values())
 
     model.decode(torch.randint(256, (1, 30)), cache)
     before = held()
@@ -101,7 +101,7 @@ def test_generate_goes_on_past_its_length(changes: dict[str, object]) -> None:
 
 def test_minimum_phase_keeps_the_magnitude_and_has_its_energy_first() -> None:
     torch.manual_seed(0)
-    filtered = MinimumPhase(Config(**{**SMALL, "max_seq_len": 512}))
+    filtered = MinimumPhase(channels=8, taps=512)
     h = filtered.response().double()
     got = torch.fft.rfft(h, 8 * 512).abs().log()
     wanted = torch.nn.functional.interpolate(

@@ -140,7 +140,8 @@ def train(
 ) -> None:
     """Train a recipe on bytes.
 
-    RECIPE is llm-med-tiny (the default; a minute on 4 CPU cores), llm-med or llm-med-base.
+    RECIPE is llm-med-tiny (the default; a minute on 4 CPU cores), llm-med, llm-med-base, byte-spectral-tiny
+    or byte-spectral.
     The recipe's settings, then the --config file's, then KEY=VALUE arguments hold. Ctrl-C finishes the step,
     saves and measures; the same command with --out goes on from there.
 

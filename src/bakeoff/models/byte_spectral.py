@@ -25,7 +25,8 @@ from bakeoff.models import llm_med
 from bakeoff.models.checks import check_fields, check_ids, check_kind, check_sampling, check_symbols
 from bakeoff.models.llm_med import MLP, Attention, Sampling, sample
 from bakeoff.nn import HasRotaryTables, RMSNorm
-from bakeoff.ops import byte_spectral, long_conv, pole_scan, spectral_filter
+from bakeoff.nn.filters import MinimumPhase, Past, Poles, Taps, WholeRow
+from bakeoff.ops import byte_spectral
 
 __all__ = ["SIZES", "ByteSpectralLM", "Cache", "Config"]
 
@@ -38,8 +39,6 @@ SIZES: dict[str, dict[str, int]] = {
     "base": {"d_model": 768, "layers": 12, "heads": 12, "max_seq_len": 2048},
 }
 _SHORT = 4  # taps of the short convolution
-_OVERSAMPLING = 8  # of a minimum-phase filter's frequencies, so that its cepstrum hardly wraps around
-_PEAKS = 64  # control points of its magnitude
 
 
 class Config(
@@ -144,115 +143,18 @@ class Cache:
         self.config = config
         self.length = 0
         self.bytes: Tensor | None = None
-        self.kept: dict[str, Tensor] = {}
-        """The ends of the sequences behind convolutions, and the states of poles, by layer and place."""
+        self.past = Past()
         attention = llm_med.Config(d_model=2, heads=1, layers=config.layers, max_seq_len=config.max_seq_len)
         self.attention = llm_med.Cache(attention)
 
-    def behind(self, place: str, x: Tensor, reach: int) -> tuple[Tensor, int]:
-        """x [B, T, C] behind up to `reach` earlier positions, and how many these are; keeps its end."""
-        held = self.kept.get(place)
-        whole = x if held is None else torch.cat([held, x], dim=1)
-        self.kept[place] = whole[:, max(0, whole.shape[1] - reach) :]
-        return whole, whole.shape[1] - x.shape[1]
 
-
-def _wide(parameter: Tensor) -> Tensor:
-    """In float32, or float64 as it is: filters in 16 bits would be other filters."""
-    return parameter if parameter.dtype == torch.float64 else parameter.float()
-
-
-class Poles(nn.Module):
-    """h[n] = Re sum_k coef_k p_k^n + skip [n = 0], p = exp(-e^decay + i theta).
-
-    Time constants are spread from 1 to the model's length, frequencies from 0 to pi; scaled so that noise
-    keeps its variance (as in Orvieto et al. 2023).
-    """
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        D, K = config.d_model, config.poles
-        time = torch.exp(torch.rand(D, K) * math.log(config.max_seq_len))
-        self.decay = nn.Parameter(-time.log())
-        self.theta = nn.Parameter(math.pi * torch.rand(D, K) ** 2)
-        scale = (1 - torch.exp(-2 / time)).sqrt() / math.sqrt(K)
-        self.coef = nn.Parameter(torch.randn(D, K, 2) * scale[..., None])
-        self.skip = nn.Parameter(torch.zeros(D))
-
-    def forward(self, k: Tensor, v: Tensor, q: Tensor, cache: Cache | None, place: str) -> Tensor:
-        """q * (h * (k v)), all [B, T, D]."""
-        u = k * v
-        state = None if cache is None else cache.kept.get(place)
-        coef = torch.view_as_complex(_wide(self.coef))
-        y, state = pole_scan(u, -_wide(self.decay).exp(), _wide(self.theta), coef, state=state)
-        if cache is not None:
-            cache.kept[place] = state
-        return q * (y + self.skip.to(u.dtype) * u)
-
-
-class Taps(nn.Module):
-    """h as it is, under a decaying window whose time constants are spread from 1 to its length."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        D, L = config.d_model, config.n_taps
-        time = torch.exp(torch.linspace(0, 1, D)[:, None] * math.log(max(L, 2)))
-        self.taps = nn.Parameter(torch.randn(D, L) / time.sqrt())
-        self.decay = nn.Parameter(-time.log())
-        self.skip = nn.Parameter(torch.zeros(D))
-
-    def response(self) -> Tensor:
-        """h [D, L] in float32, or float64 in a float64 model."""
-        taps = _wide(self.taps)
-        age = torch.arange(taps.shape[1], device=taps.device, dtype=taps.dtype)
-        return taps * torch.exp(-_wide(self.decay).exp() * age)
-
-    def forward(self, k: Tensor, v: Tensor, q: Tensor, cache: Cache | None, place: str) -> Tensor:
-        """q * (h * (k v)), all [B, T, D]."""
-        h = self.response()
-        if cache is None:
-            return long_conv(v, h, skip=self.skip, gate_in=k, gate_out=q)
-        whole, before = cache.behind(place, k * v, h.shape[1] - 1)
-        return q * long_conv(whole, h, skip=self.skip)[:, before:]
-
-
-class MinimumPhase(Taps):
-    """The causal filter of a free magnitude response: of all with that magnitude the one whose energy comes
-    first. Its log-spectrum is that of the cepstrum folded to positive times (Oppenheim & Schafer, ch. 13).
-    """
-
-    def __init__(self, config: Config) -> None:
-        nn.Module.__init__(self)
-        D, self.length = config.d_model, config.n_taps
-        self.log_magnitude = nn.Parameter(0.3 * torch.randn(D, _PEAKS))
-        self.skip = nn.Parameter(torch.zeros(D))
-
-    def response(self) -> Tensor:
-        """h [D, L] in float32, or float64 in a float64 model."""
-        n = _OVERSAMPLING * self.length
-        curve = F.interpolate(
-            _wide(self.log_magnitude)[:, None], n // 2 + 1, mode="linear", align_corners=True
-        )
-        cepstrum = torch.fft.irfft(curve[:, 0], n)
-        folded = F.pad(2 * cepstrum[:, : n // 2], (0, n - n // 2))
-        folded = torch.cat([cepstrum[:, :1], folded[:, 1:]], dim=1)
-        h: Tensor = torch.fft.irfft(torch.fft.rfft(folded).exp(), n)
-        return h[:, : self.length]
-
-
-class WholeRow(nn.Module):
-    """The encoder's filter: a free factor for each of the lower frequencies of the row; 1 at the start."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        shape = (config.max_seq_len // 2 + 1, config.d_model)
-        self.weight = nn.Parameter(torch.stack([torch.ones(shape), torch.zeros(shape)], dim=-1))
-
-    def forward(self, k: Tensor, v: Tensor, q: Tensor, cache: Cache | None, place: str) -> Tensor:
-        """q * filtered(k v), all [B, T, D]."""
-        del cache, place
-        weight = torch.view_as_complex(_wide(self.weight))[: k.shape[1] // 2 + 1]
-        return q * spectral_filter(k * v, weight)
+def _filter(config: Config) -> Poles | Taps | WholeRow:
+    D, length = config.d_model, config.max_seq_len
+    if config.bidirectional:
+        return WholeRow(D, length)
+    if config.filter == "poles":
+        return Poles(D, config.poles, length)
+    return (Taps if config.filter == "taps" else MinimumPhase)(D, config.n_taps)
 
 
 class Mixer(nn.Module):
@@ -264,22 +166,21 @@ class Mixer(nn.Module):
         self.layer = layer
         self.qkv = nn.Linear(D, 3 * D, bias=False)
         self.short = nn.Parameter(torch.zeros(3 * D, _SHORT))
-        kinds = {"poles": Poles, "taps": Taps, "minimum_phase": MinimumPhase}
-        self.filter = (WholeRow if config.bidirectional else kinds[config.filter])(config)
+        self.filter = _filter(config)
         self.out = nn.Linear(D, D, bias=False)
         with torch.no_grad():
             self.short[:, 0] = 1.0  # at first q, k and v as they are
 
-    def forward(self, x: Tensor, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, past: Past | None) -> Tensor:
         """x [B, T, D]; returns [B, T, D]."""
         x = self.qkv(x)
-        whole, before = (x, 0) if cache is None else cache.behind(f"{self.layer} short", x, _SHORT - 1)
+        whole, before = (x, 0) if past is None else past.behind(f"{self.layer} short", x, _SHORT - 1)
         taps = self.short.to(x.dtype)
         padded = F.pad(whole, (0, 0, _SHORT - 1, 0))
         end = padded.shape[1]
         mixed = sum(taps[:, m] * padded[:, before + _SHORT - 1 - m : end - m] for m in range(_SHORT))
         q, k, v = mixed.chunk(3, dim=-1)  # type: ignore[union-attr]
-        out: Tensor = self.out(self.filter(k, v, q, cache, f"{self.layer} filter"))
+        out: Tensor = self.out(self.filter(k, v, q, past, f"{self.layer} filter"))
         return out
 
 
@@ -305,7 +206,7 @@ class Block(nn.Module):
         if self.attention is not None:
             x = self.attention(h, cos, sin, None if cache is None else cache.attention)
         elif self.mixer is not None:
-            x = self.mixer(h, cache)
+            x = self.mixer(h, None if cache is None else cache.past)
         h, residual = self.mlp_norm(x, residual)
         return self.mlp(h), residual
 

@@ -49,7 +49,7 @@ class FFT:
 
     def convolve(self, v: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int) -> None:
         """y = h * v + skip v."""
-        _filtered(_call(v, h, T), v, h, skip, y, T, 1.0)
+        _filtered(_call(v, h, T), v, h, skip, y, T, 1)
 
     def gradients(
         self, v: Tensor | None, dy: Tensor, h: Tensor, skip: Tensor | None, dv: Tensor | None, T: int
@@ -57,7 +57,7 @@ class FFT:
         """Puts v's gradient into `dv` if it is given; returns those of h and skip if `v` is given."""
         call = _call(dy, h, T)
         if dv is not None:
-            _filtered(call, dy, h, skip, dv, T, -1.0)
+            _filtered(call, dy, h, skip, dv, T, -1)
         return (None, None) if v is None else _filters(call, v, dy, h, skip, T)
 
 
@@ -71,7 +71,7 @@ def _call(v: Tensor, h: Tensor, T: int) -> _Call:
     return _Call(how, _kernels(how, v.dtype, v.device), _circle(how.total, v.device), shares)
 
 
-def _filtered(call: _Call, v: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, sign: float) -> None:
+def _filtered(call: _Call, v: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, sign: int) -> None:
     """y = h * v (correlated with h where `sign` is -1) + skip v."""
     how, kernels, circle, shares = call
     B, C, _ = v.shape

@@ -327,7 +327,7 @@ spectrum(const float *h, float2 *spectra, const float2 *circle, int L) {
 }
 
 // v times the spectrum, or with sign = -1 times its conjugate.
-DEVICE void filter(Values &v, int t, const float2 *spectrum, float sign) {
+DEVICE void filter(Values &v, int t, const float2 *spectrum, int sign) {
     UNROLL for (int e = 0; e < E; e++) {
         float2 w = spectrum[e * THREADS + t];
         float r = v.re[e], i = v.im[e], s = sign * w.y;
@@ -341,7 +341,7 @@ DEVICE void filter(Values &v, int t, const float2 *spectrum, float sign) {
 // to `combine`.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 convolve(const data_t *v, const float2 *spectra, const float *skips, data_t *y, float2 *parts, float *scales,
-         const float2 *circle, float sign, int B, int T, int C, int shares, int v_b, int v_c, int y_b, int y_c) {
+         const float2 *circle, int sign, int B, int T, int C, int shares, int v_b, int v_c, int y_b, int y_c) {
     SHARED(room);
     unsigned *most = (unsigned *)(room + N + N / 32);
     int t = threadIdx.x, part = blockIdx.x % OUTER;

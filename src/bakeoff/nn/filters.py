@@ -1,0 +1,129 @@
+"""Long filters with learned parameters, one per channel: y = q * (h * (k v)).
+
+Shapes: B batch, T time, D channels, K poles a channel, L taps.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bakeoff.ops import long_conv, pole_scan, spectral_filter
+
+__all__ = ["MinimumPhase", "Past", "Poles", "Taps", "WholeRow"]
+
+_OVERSAMPLING = 8  # of a minimum-phase filter's frequencies, so that its cepstrum hardly wraps around
+_PEAKS = 64  # control points of its magnitude
+
+
+class Past:
+    """What filters remember between the pieces of a sequence: its end, or the states of poles, by place."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def behind(self, place: str, x: Tensor, reach: int) -> tuple[Tensor, int]:
+        """x [B, T, C] behind up to `reach` earlier positions, and how many these are; keeps its end."""
+        held = self.kept.get(place)
+        whole = x if held is None else torch.cat([held, x], dim=1)
+        self.kept[place] = whole[:, max(0, whole.shape[1] - reach) :]
+        return whole, whole.shape[1] - x.shape[1]
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    """In float32, or float64 as it is: filters in 16 bits would be other filters."""
+    return parameter if parameter.dtype == torch.float64 else parameter.float()
+
+
+class Poles(nn.Module):
+    """h[n] = Re sum_k coef_k p_k^n + skip [n = 0], p = exp(-e^decay + i theta).
+
+    Time constants are spread from 1 to the model's length, frequencies from 0 to pi; scaled so that noise
+    keeps its variance (as in Orvieto et al. 2023).
+    """
+
+    def __init__(self, channels: int, poles: int, length: int) -> None:
+        super().__init__()
+        D, K = channels, poles
+        time = torch.exp(torch.rand(D, K) * math.log(length))
+        self.decay = nn.Parameter(-time.log())
+        self.theta = nn.Parameter(math.pi * torch.rand(D, K) ** 2)
+        scale = (1 - torch.exp(-2 / time)).sqrt() / math.sqrt(K)
+        self.coef = nn.Parameter(torch.randn(D, K, 2) * scale[..., None])
+        self.skip = nn.Parameter(torch.zeros(D))
+
+    def forward(self, k: Tensor, v: Tensor, q: Tensor, past: Past | None, place: str) -> Tensor:
+        """q * (h * (k v)), all [B, T, D]."""
+        u = k * v
+        state = None if past is None else past.kept.get(place)
+        coef = torch.view_as_complex(_wide(self.coef))
+        y, state = pole_scan(u, -_wide(self.decay).exp(), _wide(self.theta), coef, state=state)
+        if past is not None:
+            past.kept[place] = state
+        return q * (y + self.skip.to(u.dtype) * u)
+
+
+class Taps(nn.Module):
+    """h as it is, under a decaying window whose time constants are spread from 1 to its length."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        D, L = channels, taps
+        time = torch.exp(torch.linspace(0, 1, D)[:, None] * math.log(max(L, 2)))
+        self.taps = nn.Parameter(torch.randn(D, L) / time.sqrt())
+        self.decay = nn.Parameter(-time.log())
+        self.skip = nn.Parameter(torch.zeros(D))
+
+    def response(self) -> Tensor:
+        """h [D, L] in float32, or float64 in a float64 model."""
+        taps = _wide(self.taps)
+        age = torch.arange(taps.shape[1], device=taps.device, dtype=taps.dtype)
+        return taps * torch.exp(-_wide(self.decay).exp() * age)
+
+    def forward(self, k: Tensor, v: Tensor, q: Tensor, past: Past | None, place: str) -> Tensor:
+        """q * (h * (k v)), all [B, T, D]."""
+        h = self.response()
+        if past is None:
+            return long_conv(v, h, skip=self.skip, gate_in=k, gate_out=q)
+        whole, before = past.behind(place, k * v, h.shape[1] - 1)
+        return q * long_conv(whole, h, skip=self.skip)[:, before:]
+
+
+class MinimumPhase(Taps):
+    """The causal filter of a free magnitude response: of all with that magnitude the one whose energy comes
+    first. Its log-spectrum is that of the cepstrum folded to positive times (Oppenheim & Schafer, ch. 13).
+    """
+
+    def __init__(self, channels: int, taps: int) -> None:
+        nn.Module.__init__(self)
+        D, self.length = channels, taps
+        self.log_magnitude = nn.Parameter(0.3 * torch.randn(D, _PEAKS))
+        self.skip = nn.Parameter(torch.zeros(D))
+
+    def response(self) -> Tensor:
+        """h [D, L] in float32, or float64 in a float64 model."""
+        n = _OVERSAMPLING * self.length
+        curve = F.interpolate(
+            _wide(self.log_magnitude)[:, None], n // 2 + 1, mode="linear", align_corners=True
+        )
+        cepstrum = torch.fft.irfft(curve[:, 0], n)
+        folded = F.pad(2 * cepstrum[:, : n // 2], (0, n - n // 2))
+        folded = torch.cat([cepstrum[:, :1], folded[:, 1:]], dim=1)
+        h: Tensor = torch.fft.irfft(torch.fft.rfft(folded).exp(), n)
+        return h[:, : self.length]
+
+
+class WholeRow(nn.Module):
+    """The encoder's filter: a free factor for each of the lower frequencies of the row; 1 at the start."""
+
+    def __init__(self, channels: int, length: int) -> None:
+        super().__init__()
+        shape = (length // 2 + 1, channels)
+        self.weight = nn.Parameter(torch.stack([torch.ones(shape), torch.zeros(shape)], dim=-1))
+
+    def forward(self, k: Tensor, v: Tensor, q: Tensor, past: Past | None, place: str) -> Tensor:
+        """q * filtered(k v), all [B, T, D]."""
+        del past, place
+        weight = torch.view_as_complex(_wide(self.weight))[: k.shape[1] // 2 + 1]
+        return q * spectral_filter(k * v, weight)
