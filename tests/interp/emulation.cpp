@@ -18,19 +18,40 @@ static float2 make_float2(float x, float y) { return {x, y}; }
 struct Index {
     int x;
 };
-static thread_local Index threadIdx, blockIdx;
+static thread_local Index threadIdx, blockIdx, gridDim;
 static thread_local std::barrier<> *block_barrier;
 static thread_local float *shared_memory;
 struct uint4 {
     unsigned x, y, z, w;
 };
 static unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+template <class T>
+static T min(T a, T b) {
+    return a < b ? a : b;
+}
+static void refresh(int &) {}
+static float larger(float a, float b) { return a > b || a != a ? a : b; }
 static void atomicMax(unsigned *place, unsigned x) {
     std::atomic_ref<unsigned> held(*place);
     for (unsigned old = held; old < x && !held.compare_exchange_weak(old, x);) {
     }
 }
 static void __syncthreads() { block_barrier->arrive_and_wait(); }
+static unsigned atomicAdd(unsigned *place, unsigned x) { return std::atomic_ref<unsigned>(*place).fetch_add(x); }
+static void __threadfence() {}
+template <class T>
+static T __ldcg(const T *place) {
+    return *place;
+}
+static std::atomic<int> block_any;
+static int __syncthreads_or(int x) {
+    __syncthreads();
+    block_any = 0;
+    __syncthreads();
+    if (x) block_any = 1;
+    __syncthreads();
+    return block_any;
+}
 static unsigned warp_most[32];
 static unsigned __reduce_max_sync(unsigned, unsigned x) {  // all threads of a block come here together
     unsigned *most = &warp_most[threadIdx.x / 32];
@@ -59,8 +80,15 @@ static float __uint_as_float(unsigned bits) {
     return x;
 }
 
-#define HALVES
-#if DATA == 2
+// What sources say in PTX.
+#define EMULATED
+#if DATA == 1
+static unsigned short narrowed(float x) {  // to the nearest, ties to even; a NaN stays one
+    unsigned bits = __float_as_uint(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+#elif DATA == 2
 static float widened(unsigned short x) {
     _Float16 y;
     memcpy(&y, &x, 2);
@@ -86,6 +114,7 @@ static void run(void (*kernel)(A...), int blocks, int threads, int shared, void 
             all.emplace_back([&, t] {
                 threadIdx.x = t;
                 blockIdx.x = block;
+                gridDim.x = blocks;
                 block_barrier = &barrier;
                 shared_memory = memory.data();
                 kernel(*static_cast<A *>(args[I])...);

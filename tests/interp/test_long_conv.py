@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from bakeoff.errors import Unsupported
 from bakeoff.ops.long_conv import OP, long_conv
 from bakeoff.ops.long_conv import fft as fft_room
-from bakeoff.ops.long_conv.plan import plan, shared_bytes
+from bakeoff.ops.long_conv import plan as plan_room
+from bakeoff.ops.long_conv.plan import Plan, plan
 from bakeoff.ops.long_conv.reference import long_conv as reference
 from bakeoff.ops.long_conv.rows import rows, unpack
 from bakeoff.select.poison import Poison
@@ -18,7 +19,7 @@ from bakeoff.select.verify import verify, yardsticks
 from tests.interp.emulated import emulate
 
 # Relative to the largest element: roundings of operands and of the result.
-BOUND = {torch.float32: 2e-6, torch.float16: 2e-3}
+BOUND = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 GATED, PLAIN = (True, True, True), (False, False, False)
 
 
@@ -29,7 +30,7 @@ def candidate(request, monkeypatch):
         if shutil.which("g++") is None:
             pytest.skip("emulating CUDA needs g++")
         emulate(monkeypatch)
-        for cache in (fft_room._kernels, fft_room._circle):
+        for cache in (fft_room._kernels, fft_room._twiddles):
             cache.cache_clear()
     return OP.by_name[request.param]
 
@@ -92,6 +93,12 @@ def test_half_precision(candidate, wide_filter):
     check(candidate, tensors(3, 260, 3, 260, torch.float16, wide_filter=wide_filter))
 
 
+@pytest.mark.parametrize("candidate", ["fft"], indirect=True)
+def test_bfloat16(candidate):
+    """Of rows that need no packing, which Triton's interpreter could not do."""
+    check(candidate, tensors(3, 256, 2, 200, torch.bfloat16, PLAIN, major=True))
+
+
 def test_more_taps_than_positions(candidate):
     args = tensors(2, 20, 3, 300)
     check(candidate, args)
@@ -114,9 +121,20 @@ def test_every_plan(candidate, T, L):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_longer_than_the_chip_holds(candidate, monkeypatch, T, L, dtype):
     """With shared memory for 512 values: 2, 4 and 8 parts."""
-    emulate(monkeypatch, shared=shared_bytes(512, keeps=True))
-    assert plan(T, L, shared_bytes(512, keeps=True)).outer > 1
+    shared = max(Plan(512, 1).shared)
+    emulate(monkeypatch, shared=shared)
+    assert plan(T, L, shared).outer > 1
     check(candidate, tensors(3, T, 2, L, dtype, optional=(True, False, False), wide_filter=False))
+
+
+@pytest.mark.parametrize("candidate", ["fft"], indirect=True)
+@pytest.mark.parametrize("outer", [1, 2])
+@pytest.mark.parametrize("registers", [False, True])
+def test_spectra_in_global_memory(candidate, monkeypatch, outer, registers):
+    """With more channels than blocks, so that each takes turns at several."""
+    tuning = Plan(512, 1).tuning._replace(blocks=(1, 1), filter_shared=False, sum_registers=registers)
+    monkeypatch.setattr(plan_room, "_TUNINGS", {512: tuning})
+    check(candidate, tensors(5, 256 * outer, 5, 256 * outer, optional=(True, False, False)))
 
 
 def test_gradients_that_are_expanded_or_transposed(candidate):
@@ -208,6 +226,45 @@ def test_rows_are_not_copied(candidate):
     assert rows(x).data_ptr() == x.data_ptr()
 
 
+@pytest.mark.parametrize("optional", [PLAIN, GATED, (1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=str)
+@pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (2, 3, 4, 4), (3, 70, 5, 4), (2, 64, 128, 2), (1, 130, 136, 3)], ids=str
+)
+def test_direct(shape, major, optional):
+    direct = OP.by_name["direct"]
+    check(direct, tensors(*shape, optional=optional, major=major))
+
+
+@pytest.mark.parametrize("wanted", range(5))
+def test_direct_gives_each_gradient_alone(wanted):
+    args = tensors(2, 70, 5, 4)
+    dout = torch.randn(2, 70, 5)
+    all_of_them = step(OP.by_name["direct"].call, args, dout)[1:]
+    alone = [a.detach().requires_grad_(i == wanted) for i, a in enumerate(args)]
+    (found,) = torch.autograd.grad(OP.by_name["direct"].call(*alone, True), alone[wanted], dout)
+    assert torch.equal(found, all_of_them[wanted])
+
+
+def test_direct_on_slices_and_mixed_layouts():
+    wide = torch.randn(2, 70, 24)
+    u, gate_in, gate_out = wide.chunk(3, -1)
+    args = [u, torch.randn(3, 8).t(), None, gate_in.mT.contiguous().mT, gate_out[:, :, ::1]]
+    check(OP.by_name["direct"], [None if a is None else a.detach().requires_grad_() for a in args])
+
+
+def test_direct_passes_the_contest_verification():
+    for args in (tensors(9, 70, 8, 4, torch.float16), tensors(9, 70, 8, 3, major=True)):
+        case = OP.case([*args, True])
+        _, deterministic = verify(OP, OP.by_name["direct"], list(yardsticks(OP, case)))
+        assert deterministic
+
+
+def test_direct_leaves_many_taps_to_others():
+    with pytest.raises(Unsupported, match="at most 4 taps, not 5"):
+        long_conv(torch.randn(1, 80, 2), torch.randn(2, 5), impl="direct")
+
+
 @pytest.mark.parametrize(
     "args",
     [
@@ -231,7 +288,7 @@ def test_says_what_it_can_not_do(candidate):
     with pytest.raises(Unsupported, match="no float64"):
         long_conv(u.double(), h, impl=candidate.name)
     with pytest.raises(Unsupported, match="gates must have u's dtype"):
-        long_conv(u.half(), h, gate_in=u, impl=candidate.name)
+        long_conv(u.half(), h.half(), gate_in=u, impl=candidate.name)
 
 
 def test_differentiating_twice_is_refused(candidate):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from bakeoff.select.draw import cotangent, inputs
 from bakeoff.select.op import Candidate, Case, Op, TensorMeta
 from bakeoff.select.poison import Poison, fenced, unchanged
 from bakeoff.select.verdict import Trial, Verdict
-from bakeoff.select.verify import _errors, _reference, verify, yardsticks
+from bakeoff.select.verify import Rejected, _errors, _evenness, _reference, verify, yardsticks
 from tests.unit import zoo
 
 
@@ -194,6 +195,37 @@ def test_where_eager_overflows_the_rest_is_still_judged() -> None:
     verify(op, op.by_name["right"], [stick])
     with pytest.raises(Exception, match="output is wrong"):
         verify(op, op.by_name["wrong"], [stick])
+
+
+def test_values_on_the_edge_of_the_range_may_go_over_it() -> None:
+    """65520 is the least that float16 rounds to infinity: how a sum beside it ends is chance."""
+
+    def filled(value: float) -> Callable[..., torch.Tensor]:
+        return lambda x, w, flag=None: torch.where(x > 0, value, x.double()).to(x.dtype)
+
+    op = zoo.op(
+        Candidate("over", filled(65521.0)),
+        reference=filled(65519.0),
+        incumbent=Candidate("eager", filled(65519.0)),
+    )
+    sticks = list(yardsticks(op, zoo.case(16, 48, torch.float16, grad=False)))
+    verify(op, op.by_name["over"], sticks)
+    op = zoo.op(
+        Candidate("over", filled(math.inf)),
+        reference=filled(64000.0),
+        incumbent=Candidate("eager", filled(64000.0)),
+    )
+    with pytest.raises(Rejected, match="output is inf"):
+        verify(op, op.by_name["over"], list(yardsticks(op, zoo.case(16, 48, torch.float16, grad=False))))
+
+
+def test_evenness_counts_the_elements_that_errors_average_over() -> None:
+    assert _evenness(torch.full((10, 10), -3.0)) == pytest.approx(100)
+    assert _evenness(torch.tensor([1e30, 1.0, math.nan, 2.0])) == pytest.approx(1)
+    torch.manual_seed(0)
+    assert _evenness(torch.randn(30000)) == pytest.approx(10000, rel=0.05)
+    for nothing in (torch.zeros(5), torch.zeros(0, 3), torch.full((2,), math.nan)):
+        assert _evenness(nothing) == 1.0
 
 
 def test_a_reference_that_is_nan_on_zero_rows_asks_nothing_there() -> None:

@@ -97,5 +97,6 @@ def clear(device: torch.device, *, compiled: bool) -> None:
     if compiled:
         torch.compiler.reset()
     if device.type == "cuda":
+        torch.cuda.init()  # counting memory doesn't do that by itself
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

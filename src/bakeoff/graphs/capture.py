@@ -186,6 +186,8 @@ class CapturedStep(Generic[P, R]):
             if not watch:
                 result = self._run()
             else:
+                # What depends on how far the device has come, such as memory in use, must not differ.
+                torch.cuda.synchronize(self.device)
                 with watching() as seen:
                     result = self._run()
                 self._watched.append(seen)

@@ -26,7 +26,7 @@ from bakeoff.models.checks import check_fields, check_ids, check_kind, check_sam
 from bakeoff.models.llm_med import MLP, Attention, Sampling, sample
 from bakeoff.nn import HasRotaryTables, RMSNorm
 from bakeoff.nn.filters import MinimumPhase, Past, Poles, Taps, WholeRow
-from bakeoff.ops import byte_spectral
+from bakeoff.ops import byte_spectral, long_conv
 
 __all__ = ["SIZES", "ByteSpectralLM", "Cache", "Config"]
 
@@ -175,11 +175,8 @@ class Mixer(nn.Module):
         """x [B, T, D]; returns [B, T, D]."""
         x = self.qkv(x)
         whole, before = (x, 0) if past is None else past.behind(f"{self.layer} short", x, _SHORT - 1)
-        taps = self.short.to(x.dtype)
-        padded = F.pad(whole, (0, 0, _SHORT - 1, 0))
-        end = padded.shape[1]
-        mixed = sum(taps[:, m] * padded[:, before + _SHORT - 1 - m : end - m] for m in range(_SHORT))
-        q, k, v = mixed.chunk(3, dim=-1)  # type: ignore[union-attr]
+        mixed = long_conv(whole, self.short)
+        q, k, v = (mixed[:, before:] if before else mixed).chunk(3, dim=-1)
         out: Tensor = self.out(self.filter(k, v, q, past, f"{self.layer} filter"))
         return out
 

@@ -20,6 +20,7 @@ from bakeoff.select.poison import Poison, fenced, unchanged
 __all__ = ["Errors", "Inaccurate", "Rejected", "Yardstick", "gradients", "verify", "yardsticks"]
 
 FACTOR = 2.0
+_MARGIN = 1.01  # an error that a value on the edge of its dtype's range may have
 _PIECE = 1 << 25  # elements of the largest float64 piece
 
 
@@ -48,7 +49,8 @@ class Errors(msgspec.Struct, frozen=True):
 class Yardstick:
     """One drawn input set with its float64 results and the errors eager makes on it.
 
-    Where eager's own result is not finite, `exact` holds NaN: nothing is asked of a candidate there.
+    Where eager's own result isn't finite, or a little error could make it so, `exact` holds NaN: nothing is
+    asked of a candidate there.
     """
 
     where: str
@@ -102,7 +104,8 @@ def _yardstick(op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str
     if set(got) != set(exact):
         raise ContestError(f"{op.name}: eager gives {sorted(got)}, but the reference gives {sorted(exact)}")
     for name, tensor in got.items():
-        exact[name] = exact[name].masked_fill(~torch.isfinite(tensor), math.nan)
+        near = (exact[name] * _MARGIN).to(tensor.dtype)
+        exact[name] = exact[name].masked_fill(~(torch.isfinite(tensor) & torch.isfinite(near)), math.nan)
     eager = {name: _errors(got[name], exact[name]) for name in got}
     if any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args):
         eager = _float64_errors(op, args, cotangents, names, exact, eager)
@@ -230,7 +233,7 @@ def _judge(name: str, tensor: torch.Tensor, stick: Yardstick) -> Errors:
     floors = Errors(
         store / 2 + 4 * unit + chain,
         store / 16 + 2 * unit + chain / 4,
-        store / 32 + 2 * unit + store / max(exact.numel(), 1) ** 0.5,
+        store / 32 + 2 * unit + (store + chain / 4) / _evenness(exact) ** 0.5,
     )
     for norm in ("max", "rms", "gain"):
         mine, bound = getattr(errors, norm), FACTOR * getattr(eager, norm) + getattr(floors, norm)
@@ -342,6 +345,20 @@ def _errors(got: torch.Tensor, exact: torch.Tensor) -> Errors:
         along += (off * want.conj()).sum().real.item()
     norm = norm or 1.0
     return Errors(worst, (square / norm) ** 0.5, abs(along) / norm)
+
+
+def _evenness(exact: torch.Tensor) -> float:
+    """How many elements of equal size would average out errors as well: (sum x^2)^2 / sum x^4, at least 1.
+
+    The gain is an average of the elements' relative errors weighted by x^2, and one loud element its own.
+    """
+    peak = exact.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if exact.numel() else 0.0
+    squares = fourths = 0.0
+    for piece in exact.reshape(-1).split(_PIECE):
+        power = (piece.abs() / (peak or 1.0)).nan_to_num(0.0, 0.0, 0.0).square()
+        squares += power.sum().item()
+        fourths += power.square().sum().item()
+    return max(squares * squares / (fourths or 1.0), 1.0)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,7 @@ def _by_position(
     cos, sin = phases(W, frequencies(omega, W, ids.device), wide)
     scale = window.to(wide)[:, None]
     twiddles = torch.cat((cos * scale, sin * -scale), 1)
-    values = F.embedding(ids.int(), table.to(wide))
+    values = _looked_up(ids, table, wide)
     outputs = []
     for t in range(ids.shape[1]):
         strip = values[:, max(0, t - W + 1) : t + 1].flip(1).transpose(1, 2)
@@ -82,9 +82,14 @@ def _by_position(
     return torch.stack(outputs, 1)
 
 
+def _looked_up(ids: torch.Tensor, table: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    """table[ids], [B, T, C]. The gradient of `F.embedding` varies from run to run on CUDA."""
+    return table.to(wide)[ids.int()]
+
+
 def _windows(ids: torch.Tensor, table: torch.Tensor, W: int, wide: torch.dtype) -> torch.Tensor:
     """The values of the last W bytes at every position, oldest first: a view [B, T, C, W]."""
-    values = F.embedding(ids.int(), table.to(wide))
+    values = _looked_up(ids, table, wide)
     return F.pad(values, (0, 0, W, 0)).unfold(1, W, 1)[:, 1:]
 
 
@@ -101,7 +106,7 @@ def _whole_row(
     """Every position turns the row's spectrum, so the projection is done once a row, before the turn."""
     T = ids.shape[1]
     cos, sin = phases(T, frequencies(omega, T, ids.device), wide)
-    re, im = transform(F.embedding(ids.int(), table.to(wide)), cos, sin)  # [B, C, K], of exp(+i omega s)
+    re, im = transform(_looked_up(ids, table, wide), cos, sin)  # [B, C, K], of exp(+i omega s)
     if weight is None:
         re, im = re.unsqueeze(1), im.unsqueeze(1)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

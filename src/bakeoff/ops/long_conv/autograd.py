@@ -4,14 +4,15 @@ from typing import Any
 
 import torch
 
+from bakeoff.ops.long_conv.direct import Direct
 from bakeoff.ops.long_conv.fft import FFT
 from bakeoff.ops.long_conv.rows import room_like
-from bakeoff.ops.long_conv.run import Method, run_backward, run_forward
+from bakeoff.ops.long_conv.run import Method, OnRows
 from bakeoff.ops.long_conv.toeplitz import TOEPLITZ
 
-__all__ = ["fft", "toeplitz"]
+__all__ = ["direct", "fft", "toeplitz"]
 
-_METHODS: dict[str, Method] = {"toeplitz": TOEPLITZ, "fft": FFT()}
+_METHODS: dict[str, Method] = {"direct": Direct(), "toeplitz": OnRows(TOEPLITZ), "fft": OnRows(FFT())}
 _TWICE = (
     "this candidate of long_conv can't be differentiated twice; "
     "pass impl='eager' or use bakeoff.using(long_conv='eager')"
@@ -22,7 +23,7 @@ class _LongConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, method: str) -> Any:
         keep = gate_out is not None and ctx.needs_input_grad[4]
-        out, y = run_forward(_METHODS[method], u, h, skip, gate_in, gate_out, keep)
+        out, y = _METHODS[method].forward(u, h, skip, gate_in, gate_out, keep)
         ctx.method = method
         ctx.save_for_backward(u, h, skip, gate_in, gate_out, y)
         return out
@@ -49,7 +50,7 @@ class _Recorded(torch.autograd.Function):
 def _gradients(ctx: Any, dout: Any) -> tuple[torch.Tensor | None, ...]:
     u, h, skip, gate_in, gate_out, y = ctx.saved_tensors
     wanted = ctx.needs_input_grad
-    return (*run_backward(_METHODS[ctx.method], dout, u, h, skip, gate_in, gate_out, y, wanted), None)
+    return (*_METHODS[ctx.method].backward(dout, u, h, skip, gate_in, gate_out, y, wanted), None)
 
 
 @torch.library.custom_op("bakeoff::long_conv_forward", mutates_args=())
@@ -62,14 +63,14 @@ def _forward_op(
     keep: bool,
     method: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, y = run_forward(_METHODS[method], u, h, skip, gate_in, gate_out, keep)
+    out, y = _METHODS[method].forward(u, h, skip, gate_in, gate_out, keep)
     return out, u.new_empty(0) if y is None else y
 
 
 @_forward_op.register_fake
-def _(u: Any, _h: Any, _skip: Any, _gate_in: Any, _gate_out: Any, keep: bool, _method: str) -> Any:
+def _(u: Any, _h: Any, _skip: Any, _gate_in: Any, _gate_out: Any, keep: bool, method: str) -> Any:
     out = room_like(u)
-    return out, torch.empty_like(out) if keep else u.new_empty(0)
+    return out, torch.empty_like(out) if keep and _METHODS[method].keeps else u.new_empty(0)
 
 
 @torch.library.custom_op("bakeoff::long_conv_backward", mutates_args=())
@@ -84,7 +85,7 @@ def _backward_op(
     wanted: list[bool],
     method: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = run_backward(_METHODS[method], dout, u, h, skip, gate_in, gate_out, y, wanted)
+    found = _METHODS[method].backward(dout, u, h, skip, gate_in, gate_out, y, wanted)
     du, dh, dskip, din, dgate = (u.new_empty(0) if g is None else g for g in found)
     return du, dh, dskip, din, dgate
 
@@ -92,16 +93,17 @@ def _backward_op(
 @_backward_op.register_fake
 def _(
     dout: Any, u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, y: Any,
-    wanted: list[bool], _method: str,
+    wanted: list[bool], method: str,
 ) -> Any:  # fmt: skip
     none = u.new_empty(0)
-    moves, tunes = wanted[0] or wanted[3], wanted[1] or wanted[2]
+    keeps = _METHODS[method].keeps
+    moves, tunes = wanted[0] or (keeps and wanted[3]), wanted[1] or wanted[2]
     return (
         room_like(u) if moves else none,
         h.new_empty(h.shape) if tunes else none.clone(),
         skip.new_empty(skip.shape) if tunes and skip is not None else none.clone(),
         room_like(u) if wanted[3] else none.clone(),
-        dout * y if wanted[4] else none.clone(),
+        (dout * y if keeps else room_like(u)) if wanted[4] else none.clone(),
     )
 
 
@@ -136,7 +138,13 @@ def _convolved(
         return out
     if grad:
         return _LongConv.apply(u, h, skip, gate_in, gate_out, method)  # type: ignore[no-any-return, no-untyped-call]
-    return run_forward(_METHODS[method], u, h, skip, gate_in, gate_out, False)[0]
+    return _METHODS[method].forward(u, h, skip, gate_in, gate_out, False)[0]
+
+
+def direct(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) -> torch.Tensor:
+    """The ``direct`` candidate; `causal` is True, as its declaration asks for."""
+    del causal
+    return _convolved("direct", u, h, skip, gate_in, gate_out)
 
 
 def toeplitz(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) -> torch.Tensor:

@@ -2,46 +2,64 @@
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bakeoff import cuda
-from bakeoff.ops.long_conv.plan import Plan, plan, shared_bytes
+from bakeoff.ops.long_conv.plan import Plan, plan
 
 __all__ = ["FFT", "KERNELS", "SOURCE"]
 
 SOURCE = "ops/long_conv/kernels/fft.cu"
-KERNELS = ("spectrum", "convolve", "combine", "correlate", "finish")
+KERNELS = ("convolve", "differentiate")
 _DATA = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_WAVES = 4
+
+
+def _powers(turns: Tensor, radix: int) -> list[Tensor]:
+    """w, w^2, w^4, .. up to w^(radix / 2) in rows, for every w = exp(-2 pi i turn)."""
+    return [(turns * 2**level % 1).flatten() for level in range(radix.bit_length() - 1)]
 
 
 @lru_cache(maxsize=64)
-def _circle(total: int, device: torch.device) -> Tensor:
-    """exp(-2 pi i k / total) for every k, as [total, 2]."""
-    angle = torch.arange(total, dtype=torch.float64) * (-2 * math.pi / total)
+def _twiddles(how: Plan, device: torch.device) -> Tensor:
+    """The tables that `kernels/fft.cu` describes at `look_up`, as [.., 2]."""
+    r1, r2, r3 = how.tuning.radices
+    n, outer, total = how.n, how.outer, how.total
+
+    def count(size: int) -> Tensor:
+        return torch.arange(size, dtype=torch.float64)
+
+    turns = _powers(count(r3) / (r2 * r3), r2)
+    turns += _powers(count(n // r1) / n, r1)
+    turns += _powers(count(n) / total, outer)
+    for part in range(outer):
+        k1 = count(r1) * outer + part
+        k2 = k1[:, None] + count(r2) * (r1 * outer)
+        turns += [count(outer) * part / outer % 1, *_powers(count(1) + part / (outer * r1), r1)]
+        turns += _powers(k1 / (outer * r1 * r2), r2) + _powers(k2 / total, r3)
+    angle = torch.cat(turns) * (-2 * math.pi)
     return torch.stack([angle.cos(), angle.sin()], dim=1).float().to(device)
 
 
 @lru_cache(maxsize=256)
 def _kernels(how: Plan, dtype: torch.dtype, device: torch.device) -> cuda.Module:
     found = cuda.Module(SOURCE, KERNELS, [*how.options, f"-DDATA={_DATA[dtype]}"], device)
-    found.allow_shared("spectrum", shared_bytes(how.n, keeps=False))
-    found.allow_shared("convolve", shared_bytes(how.n, keeps=False))
-    found.allow_shared("correlate", shared_bytes(how.n, keeps=True))
+    for kernel, nbytes in zip(KERNELS, how.shared, strict=True):
+        found.allow_shared(kernel, nbytes)
     return found
 
 
-class _Call(NamedTuple):
-    """What the launches of one call share."""
+@lru_cache(maxsize=256)
+def _shares(rows: int, pairs: int, room: int, pair: int, filters: int) -> int:
+    """Blocks that share a row's pairs, at the least cost in waves of `room` blocks: a `pair` and what is done
+    once for the `filters` cost so many transforms."""
 
-    plan: Plan
-    kernels: cuda.Module
-    circle: Tensor
-    shares: int
-    """Blocks that take turns at a channel's rows."""
+    def cost(shares: int) -> int:
+        return -(-rows * shares // room) * (pair * -(-pairs // shares) + filters)
+
+    return min(range(1, pairs + 1), key=cost)
 
 
 class FFT:
@@ -49,70 +67,80 @@ class FFT:
 
     def convolve(self, v: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int) -> None:
         """y = h * v + skip v."""
-        _filtered(_call(v, h, T), v, h, skip, y, T, 1)
+        _Call(v, h, skip, T).convolve(v, y, 1)
 
     def gradients(
         self, v: Tensor | None, dy: Tensor, h: Tensor, skip: Tensor | None, dv: Tensor | None, T: int
     ) -> tuple[Tensor | None, Tensor | None]:
         """Puts v's gradient into `dv` if it is given; returns those of h and skip if `v` is given."""
-        call = _call(dy, h, T)
+        call = _Call(dy, h, skip, T)
+        if v is not None:
+            dh = call.differentiate(v, dy, dv)
+            dskip = None if skip is None else dh[:, 0].to(skip.dtype, copy=True)
+            return (pad(dh, (0, h.shape[1] - T)) if h.shape[1] > T else dh).to(h.dtype), dskip
         if dv is not None:
-            _filtered(call, dy, h, skip, dv, T, -1)
-        return (None, None) if v is None else _filters(call, v, dy, h, skip, T)
+            call.convolve(dy, dv, -1)
+        return None, None
 
 
-def _call(v: Tensor, h: Tensor, T: int) -> _Call:
-    B, C, _ = v.shape
-    limits = cuda.limits(v.device)
-    how = plan(T, h.shape[1], limits.shared)
-    assert how is not None  # `supports` has looked
-    wanted = -(-limits.multiprocessors * how.blocks * _WAVES // (C * how.outer))
-    shares = max(1, min(wanted, (B + 1) // 2))
-    return _Call(how, _kernels(how, v.dtype, v.device), _circle(how.total, v.device), shares)
+class _Call:
+    """What the launches of one call share."""
 
+    def __init__(self, like: Tensor, h: Tensor, skip: Tensor | None, T: int) -> None:
+        self.B, self.C, _ = like.shape
+        self.T, self.L = T, min(h.shape[1], T)
+        limits = cuda.limits(like.device)
+        how = plan(T, self.L, limits.shared)
+        assert how is not None  # `supports` has looked
+        self.plan, self.multiprocessors = how, limits.multiprocessors
+        self.kernels = _kernels(how, like.dtype, like.device)
+        self.twiddles = _twiddles(how, like.device)
+        self.device = like.device
+        self.taps = h[:, : self.L].float().contiguous()
+        self.skips = self._floats(0) if skip is None else skip.float().contiguous()
+        self.pairs = (self.B + 1) // 2
 
-def _filtered(call: _Call, v: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, sign: int) -> None:
-    """y = h * v (correlated with h where `sign` is -1) + skip v."""
-    how, kernels, circle, shares = call
-    B, C, _ = v.shape
-    L = min(h.shape[1], T)
-    spectra = _floats(v, C, how.total, 2)
-    room = shared_bytes(how.n, keeps=False)
-    taps = h[:, :L].float().contiguous()
-    kernels.launch("spectrum", C * how.outer, how.threads, room, taps, spectra, circle, L)
-    weights = _floats(v, 0) if skip is None else skip.float().contiguous()
-    pairs = (B + 1) // 2 if how.outer > 1 else 0
-    parts, scales = _floats(v, pairs, C, how.total, 2), _floats(v, 2 * pairs, C)
-    kernels.launch(
-        "convolve", C * how.outer * shares, how.threads, room,
-        v, spectra, weights, y, parts, scales, circle, sign, B, T, C, shares, *_steps(v), *_steps(y),
-    )  # fmt: skip
-    if pairs:
-        kernels.launch(
-            "combine", pairs * C * (how.n // 256), 256, 0,
-            parts, scales, v, weights, y, circle, B, T, C, *_steps(v), *_steps(y),
+    def convolve(self, x: Tensor, y: Tensor, sign: int) -> None:
+        """y = h * x (correlated with h where `sign` is -1) + skip x."""
+        how = self.plan
+        shares = _shares(self.C * how.outer, self.pairs, self._room(how.tuning.blocks[0]), 2, 1)
+        self.kernels.launch(
+            "convolve", self.C * how.outer * shares, how.threads, how.shared[0],
+            x, self.taps, self.skips, y, *self._parts(self.pairs), self.twiddles, sign,
+            self.B, self.T, self.L, self.C, shares, *_steps(x), *_steps(y),
         )  # fmt: skip
 
+    def differentiate(self, x: Tensor, dy: Tensor, dx: Tensor | None) -> Tensor:
+        """The gradient of h in float32, and that of x into `dx` if it is given."""
+        how, tuning = self.plan, self.plan.tuning
+        room = self._room(tuning.blocks[1])
+        shares = _shares(self.C * how.outer, self.pairs, room, 3, 2)
+        blocks, keeps = self.C * how.outer * shares, not (tuning.filter_shared and tuning.sum_registers)
+        if keeps:
+            blocks = min(blocks, room)  # so that what they keep stays in the L2 cache
+        sums, kept = self._floats(shares, self.C, self.L), self._floats(blocks if keeps else 0, 2, how.n, 2)
+        self.kernels.launch(
+            "differentiate", blocks, how.threads, how.shared[1],
+            x, dy, self.taps, self.skips, self._floats(0) if dx is None else dx, sums, kept,
+            *self._parts(self.pairs + shares), self.twiddles,
+            self.B, self.T, self.L, self.C, shares,
+            *_steps(x), *_steps(dy), *_steps(dy if dx is None else dx),
+        )  # fmt: skip
+        return sums[0] if shares == 1 else sums.sum(0)
 
-def _filters(
-    call: _Call, v: Tensor, dy: Tensor, h: Tensor, skip: Tensor | None, T: int
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients of h and skip from the rows v and those of y's gradient."""
-    how, kernels, circle, shares = call
-    B, C, _ = v.shape
-    L = h.shape[1]
-    sums = _floats(v, shares, C, how.total, 2)
-    kernels.launch(
-        "correlate", C * how.outer * shares, how.threads, shared_bytes(how.n, keeps=True),
-        v, dy, sums, circle, B, T, C, shares, *_steps(v), *_steps(dy),
-    )  # fmt: skip
-    dh, dskip = _floats(v, C, L), _floats(v, 0 if skip is None else C)
-    kernels.launch("finish", C * (how.n // 256), 256, 0, sums, dh, dskip, circle, T, L, C, shares)
-    return dh.to(h.dtype), None if skip is None else dskip.to(skip.dtype)
+    def _parts(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Room for the parts of so many rows of every channel, and zeros to count them; empty where a block
+        has a whole row."""
+        rows = rows if self.plan.outer > 1 else 0
+        counts = torch.zeros((rows, self.C), dtype=torch.int32, device=self.device)
+        return self._floats(rows, self.C, self.plan.total, 2), counts
 
+    def _room(self, blocks: int) -> int:
+        """For blocks at a time on the device, of which a multiprocessor has room for so many."""
+        return blocks * self.multiprocessors
 
-def _floats(like: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
+    def _floats(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
 
 
 def _steps(x: Tensor) -> tuple[int, int]:

@@ -14,6 +14,9 @@ from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 
+_SHORT = 1024  # the longest filter for which products are faster than FFTs, on an H100
+MOST_TAPS = 4  # of `direct`, which holds a sum for each
+
 
 def check(case: Case) -> None:
     """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
@@ -92,6 +95,10 @@ def cases() -> list[Case]:
         _case("1x65536x768", 1, 65536, 768),
         _case("64x1024x768 channel-last", 64, 1024, 768, major=False),
         _case("4x8192x768 channel-last", 4, 8192, 768, major=False),
+        _case("4 taps", 8, 4096, 1536, L=4, major=False),
+        _case("4 taps channel-major", 8, 4096, 1536, L=4),
+        _case("4 taps, gates and skip", 8, 4096, 768, L=4, gated=True, major=False),
+        _case("64 taps, gates and skip", 8, 4096, 768, L=64, gated=True, major=False),
         _case("128 taps", 8, 4096, 768, L=128, major=False),
         _case("1024 taps", 4, 8192, 768, L=1024, major=False),
         _case("gates and skip", 16, 2048, 768, gated=True, major=False),
@@ -131,13 +138,16 @@ def _case(
 
 
 def heuristic(case: Case, regime: str) -> str:
-    """Plain PyTorch, whose FFTs Inductor does not fuse."""
-    del case, regime
-    return "eager"
+    """Our own wherever they can: few taps one after another, up to a thousand as products, more by FFTs."""
+    del regime
+    short = min(case.h.shape[1], case.u.shape[1]) <= _SHORT
+    ranked = {"direct": _direct, "toeplitz": _toeplitz, "fft": _fft}
+    names = ("direct", "toeplitz", "fft") if short else ("fft", "toeplitz")
+    return next((name for name in names if ranked[name](case) is None), "eager")
 
 
-def _toeplitz(case: Case) -> str | None:
-    """Why products with Toeplitz matrices can't take these arguments."""
+def _kernels(case: Case) -> str | None:
+    """Why no kernel can take these arguments."""
     if not case.device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
         return f"runs on CUDA, not on {case.device}"
     if not case.causal:
@@ -151,9 +161,23 @@ def _toeplitz(case: Case) -> str | None:
     return "nothing to compute" if case.u.numel == 0 else None
 
 
+def _direct(case: Case) -> str | None:
+    """Why one product after another can't take these arguments."""
+    if case.h.shape[1] > MOST_TAPS:
+        return f"for filters of at most {MOST_TAPS} taps, not {case.h.shape[1]}"
+    return _kernels(case)
+
+
+def _toeplitz(case: Case) -> str | None:
+    """Why products with Toeplitz matrices can't take these arguments."""
+    if case.u.dtype == torch.float16 != case.h.dtype:
+        return "the filter could exceed float16's range: it must have u's dtype"
+    return _kernels(case)
+
+
 def _fft(case: Case) -> str | None:
     """Why FFTs on the chip can't take these arguments."""
-    if reason := cuda.missing() or _toeplitz(case):
+    if reason := cuda.missing() or _kernels(case):
         return reason
     shared = cuda.limits(torch.device(case.device)).shared
     if plan(case.u.shape[1], case.h.shape[1], shared) is None:
@@ -172,6 +196,14 @@ OP = Op(
         Candidate("eager", "bakeoff.ops.long_conv.plain:eager", sources=_SOURCES),
         Candidate(
             "compiled", "bakeoff.ops.long_conv.plain:compiled", supports=compiler_missing, sources=_SOURCES
+        ),
+        Candidate(
+            "direct",
+            "bakeoff.ops.long_conv.autograd:direct",
+            requires=("triton",),
+            supports=_direct,
+            sources=(f"{_HERE}.rows", f"{_HERE}.direct", f"{_HERE}.kernels.direct", "bakeoff.launch"),
+            launches="bakeoff.launch:launches",
         ),
         Candidate(
             "toeplitz",

@@ -2,60 +2,83 @@
 
 from typing import NamedTuple
 
-__all__ = ["Plan", "plan", "shared_bytes"]
+__all__ = ["Plan", "Tuning", "plan"]
 
-_RADICES = {
-    512: (8, 8, 8),
-    1024: (16, 8, 8),
-    2048: (16, 16, 8),
-    4096: (16, 16, 16),
-    8192: (32, 16, 16),
-    16384: (32, 32, 16),
+
+class Tuning(NamedTuple):
+    """How an FFT of some length is spread over a multiprocessor."""
+
+    radices: tuple[int, int, int]
+    """Of the three passes. Each thread holds as many values as the first."""
+    rounds: int
+    """In which values change threads: 1 with room for all of them, 2 with room for half, 0 for real parts and
+    then for imaginary ones."""
+    blocks: tuple[int, int]
+    """Wanted on a multiprocessor at a time by `convolve` and `differentiate`: they bound the registers."""
+    filter_shared: bool
+    """Whether `differentiate` keeps the filter's spectrum in shared, not in global memory."""
+    sum_registers: bool
+    """Whether `differentiate` keeps the spectrum of the filter's gradient in registers, not there either."""
+
+
+_TUNINGS = {
+    512: Tuning((8, 8, 8), 1, (16, 12), True, True),
+    1024: Tuning((16, 8, 8), 1, (12, 8), True, True),
+    2048: Tuning((16, 16, 8), 1, (6, 4), True, True),
+    4096: Tuning((16, 16, 16), 1, (3, 2), True, True),
+    8192: Tuning((32, 16, 16), 2, (2, 1), False, True),
+    16384: Tuning((32, 32, 16), 0, (1, 1), False, False),
 }
-_BLOCKS = {512: (12, 8), 1024: (7, 4), 2048: (4, 3), 4096: (2, 1), 8192: (1, 1), 16384: (1, 1)}
-"""Blocks wanted on a multiprocessor at a time, forward and backward: they bound the registers."""
 _LONGEST_OUTER = 32
 
 
 class Plan(NamedTuple):
-    """An FFT of n * outer values, `outer` interleaved ones of n on the chip."""
+    """An FFT of n * outer values, of which rows fill at most the first half if `half`."""
 
     n: int
     outer: int
+    half: bool = True
 
     @property
     def total(self) -> int:
         return self.n * self.outer
 
     @property
-    def threads(self) -> int:
-        return self.n // _RADICES[self.n][0]
+    def tuning(self) -> Tuning:
+        return _TUNINGS[self.n]
 
     @property
-    def blocks(self) -> int:
-        """Wanted on a multiprocessor at a time."""
-        return _BLOCKS[self.n][0]
+    def threads(self) -> int:
+        return self.n // self.tuning.radices[0]
 
     @property
     def options(self) -> list[str]:
         """Of the compiler."""
-        r1, r2, r3 = _RADICES[self.n]
-        names = ("N", "E", "R1", "R2", "R3", "OUTER", "BLOCKS", "CORRELATE_BLOCKS")
-        values = (self.n, r1, r1, r2, r3, self.outer, *_BLOCKS[self.n])
-        return [f"-D{name}={value}" for name, value in zip(names, values, strict=True)]
+        (r1, r2, r3), rounds, (blocks, backward_blocks), filter_shared, sum_registers = self.tuning
+        given = {
+            "N": self.n, "E": r1, "R1": r1, "R2": r2, "R3": r3, "OUTER": self.outer, "HALF": self.half,
+            "ROUNDS": rounds, "BLOCKS": blocks, "BACKWARD_BLOCKS": backward_blocks,
+            "FILTER_SHARED": filter_shared, "SUM_REGISTERS": sum_registers,
+        }  # fmt: skip
+        return [f"-D{name}={int(value)}" for name, value in given.items()]
 
-
-def shared_bytes(n: int, *, keeps: bool) -> int:
-    """Of a block: room for values that change threads, for a maximum, for a spectrum if it `keeps` one."""
-    return 4 * (n + n // 32 + 1 + (2 * n if keeps else 0))
+    @property
+    def shared(self) -> tuple[int, int]:
+        """Bytes of a block of `convolve` and of `differentiate`: room for values that change threads, one or
+        two spectra, and two maxima a warp."""
+        rounds = self.tuning.rounds
+        room = self.n // 32 * 33 if rounds == 0 else 2 * (self.n // rounds // 16 * 17)
+        rest = room + 2 * (self.threads // 32)
+        spectra = 1 + self.tuning.filter_shared
+        return 4 * (rest + 2 * self.n), 4 * (rest + 2 * self.n * spectra)
 
 
 def plan(T: int, L: int, shared_limit: int) -> Plan | None:
     """For rows of T times and L taps; None where they are too long for this machine."""
     needed = max(512, 1 << (T + min(L, T) - 2).bit_length())
-    fitting = [n for n in _RADICES if shared_bytes(n, keeps=True) <= shared_limit]
+    fitting = [n for n in _TUNINGS if max(Plan(n, 1).shared) <= shared_limit]
     if not fitting:
         return None
     n = min(needed, max(fitting))
-    found = Plan(n, needed // n)
+    found = Plan(n, needed // n, needed >= 2 * T)
     return found if found.outer <= _LONGEST_OUTER else None

@@ -1,4 +1,4 @@
-"""Between [B, T, C] of any strides and rows of time [B, C, R], which both Triton candidates work on.
+"""Between [B, T, C] of any strides and rows of time [B, C, R], which `toeplitz` and `fft` work on.
 
 Rows begin at 16-byte boundaries and have a multiple of ROW values; those beyond T are 0. Gates are
 multiplied on the way, in the data's own dtype, as a model would.
@@ -9,7 +9,7 @@ import torch
 from bakeoff.launch import Launcher
 from bakeoff.ops.long_conv.kernels import pack
 
-__all__ = ["ROW", "empty_rows", "result", "room_like", "rows", "unpack"]
+__all__ = ["ROW", "channels_last", "empty_rows", "result", "room_like", "rows", "unpack"]
 
 ROW = 128
 _TIMES, _CHANNELS = 64, 64
@@ -17,7 +17,7 @@ _TIMES, _CHANNELS = 64, 64
 _pack, _unpack = Launcher(pack._pack), Launcher(pack._unpack)
 
 
-def _last(x: torch.Tensor) -> bool:
+def channels_last(x: torch.Tensor) -> bool:
     """Whether neighbouring channels, not neighbouring times, lie side by side."""
     return x.stride(2) == 1 and not (x.stride(1) == 1 and x.shape[2] == 1)
 
@@ -65,8 +65,8 @@ def rows(x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
     _pack(
         (tiles * B, -(-C // _CHANNELS), 1),
         x, gate, found, T, C, tiles, *_steps(x), *_steps(gate), found.stride(0), found.stride(1),
-        X_LAST=_last(x), G_LAST=gate is not None and _last(gate), TIMES=_TIMES, CHANNELS=_CHANNELS,
-        num_warps=4,
+        X_LAST=channels_last(x), G_LAST=gate is not None and channels_last(gate),
+        TIMES=_TIMES, CHANNELS=_CHANNELS, num_warps=4,
     )  # fmt: skip
     return found
 
@@ -96,7 +96,8 @@ def unpack(
         (tiles * B, -(-C // _CHANNELS), 1),
         found, gate, other, out, second, T, C, tiles, found.stride(0), found.stride(1),
         *_steps(gate), *_steps(other), *_steps(out),
-        G_LAST=gate is not None and _last(gate), O_LAST=other is not None and _last(other),
-        OUT_LAST=_last(out), TIMES=_TIMES, CHANNELS=_CHANNELS, num_warps=4,
+        G_LAST=gate is not None and channels_last(gate),
+        O_LAST=other is not None and channels_last(other),
+        OUT_LAST=channels_last(out), TIMES=_TIMES, CHANNELS=_CHANNELS, num_warps=4,
     )  # fmt: skip
     return out, second

@@ -1,4 +1,4 @@
-"""long_conv by whatever convolves rows: what is packed, convolved, unpacked and kept for backward."""
+"""What a method of computing long_conv does, and what those that convolve rows pack, unpack and keep."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -7,10 +7,51 @@ from torch import Tensor
 
 from bakeoff.ops.long_conv.rows import empty_rows, result, rows, unpack
 
-__all__ = ["Gradients", "Method", "run_backward", "run_forward"]
+__all__ = ["Convolver", "Gradients", "Method", "OnRows"]
+
+
+class Gradients(NamedTuple):
+    """Of every argument; None where it isn't wanted."""
+
+    u: Tensor | None
+    h: Tensor | None
+    skip: Tensor | None
+    gate_in: Tensor | None
+    gate_out: Tensor | None
 
 
 class Method(Protocol):
+    """Computes long_conv and its gradients, for arguments that a candidate supports; causal."""
+
+    keeps: bool
+    """Whether `forward` returns, when asked to keep it, what `gate_out` multiplied."""
+
+    def forward(
+        self,
+        u: Tensor,
+        h: Tensor,
+        skip: Tensor | None,
+        gate_in: Tensor | None,
+        gate_out: Tensor | None,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(the output, and if `keep` what `backward` takes as y)."""
+
+    def backward(
+        self,
+        dout: Tensor,
+        u: Tensor,
+        h: Tensor,
+        skip: Tensor | None,
+        gate_in: Tensor | None,
+        gate_out: Tensor | None,
+        y: Tensor | None,
+        wanted: Sequence[bool],
+    ) -> Gradients:
+        """The gradients that are `wanted`, in the arguments' order."""
+
+
+class Convolver(Protocol):
     """Convolves rows [B, C, R] of T times, which are 0 beyond T."""
 
     def convolve(self, v: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int) -> None:
@@ -28,56 +69,53 @@ class Method(Protocol):
         """Puts v's gradient into `dv` if it is given; returns those of h and skip if `v` is given."""
 
 
-class Gradients(NamedTuple):
-    """Of every argument; None where it isn't wanted."""
+class OnRows:
+    """The method of a convolver of rows."""
 
-    u: Tensor | None
-    h: Tensor | None
-    skip: Tensor | None
-    gate_in: Tensor | None
-    gate_out: Tensor | None
+    keeps = True
 
+    def __init__(self, convolver: Convolver) -> None:
+        self.convolver = convolver
 
-def run_forward(
-    method: Method,
-    u: Tensor,
-    h: Tensor,
-    skip: Tensor | None,
-    gate_in: Tensor | None,
-    gate_out: Tensor | None,
-    keep: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """(the output, and if `keep` what `gate_out` multiplied, which is its gradient's other factor)."""
-    v = rows(u, gate_in)
-    out, y = _room(u, gate_out is None and not keep)
-    method.convolve(v, h, skip, y, u.shape[1])
-    return (out, None) if out is not None else unpack(y, u, gate_out, both=keep)
+    def forward(
+        self,
+        u: Tensor,
+        h: Tensor,
+        skip: Tensor | None,
+        gate_in: Tensor | None,
+        gate_out: Tensor | None,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(the output, and if `keep` what `gate_out` multiplied, which is its gradient's other factor)."""
+        v = rows(u, gate_in)
+        out, y = _room(u, gate_out is None and not keep)
+        self.convolver.convolve(v, h, skip, y, u.shape[1])
+        return (out, None) if out is not None else unpack(y, u, gate_out, both=keep)
 
-
-def run_backward(
-    method: Method,
-    dout: Tensor,
-    u: Tensor,
-    h: Tensor,
-    skip: Tensor | None,
-    gate_in: Tensor | None,
-    gate_out: Tensor | None,
-    y: Tensor | None,
-    wanted: Sequence[bool],
-) -> Gradients:
-    """The gradients that are `wanted`, in the arguments' order."""
-    du = dh = dskip = dgate_in = None
-    moves, tunes = wanted[0] or wanted[3], wanted[1] or wanted[2]
-    if moves or tunes:
-        v = rows(u, gate_in) if tunes else None
-        dv = None
-        if moves:
-            du, dv = _room(u, gate_in is None and not wanted[3])
-        dh, dskip = method.gradients(v, rows(dout, gate_out), h, skip, dv, u.shape[1])
-        if dv is not None and du is None:
-            du, dgate_in = unpack(dv, u, gate_in, u, both=wanted[3])
-    dgate_out = dout * y if wanted[4] and y is not None else None
-    return Gradients(du, dh, dskip, dgate_in, dgate_out)
+    def backward(
+        self,
+        dout: Tensor,
+        u: Tensor,
+        h: Tensor,
+        skip: Tensor | None,
+        gate_in: Tensor | None,
+        gate_out: Tensor | None,
+        y: Tensor | None,
+        wanted: Sequence[bool],
+    ) -> Gradients:
+        """The gradients that are `wanted`, in the arguments' order."""
+        du = dh = dskip = dgate_in = None
+        moves, tunes = wanted[0] or wanted[3], wanted[1] or wanted[2]
+        if moves or tunes:
+            v = rows(u, gate_in) if tunes else None
+            dv = None
+            if moves:
+                du, dv = _room(u, gate_in is None and not wanted[3])
+            dh, dskip = self.convolver.gradients(v, rows(dout, gate_out), h, skip, dv, u.shape[1])
+            if dv is not None and du is None:
+                du, dgate_in = unpack(dv, u, gate_in, u, both=wanted[3])
+        dgate_out = dout * y if wanted[4] and y is not None else None
+        return Gradients(du, dh, dskip, dgate_in, dgate_out)
 
 
 def _room(like: Tensor, plain: bool) -> tuple[Tensor | None, Tensor]:

@@ -64,6 +64,20 @@ def _dot(a, b, acc, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _add(a, b, acc, SPLIT: tl.constexpr):
+    """acc + a @ b, a term of a long sum.
+
+    Tensor cores round sums towards zero: of float32 results the product is kept apart and subtracted, as an
+    addition would be taken into it.
+    """
+    if a.dtype == tl.float32 and SPLIT == 3:
+        acc -= _dot(a, -b, tl.zeros(acc.shape, tl.float32), SPLIT)
+    else:
+        acc = _dot(a, b, acc, SPLIT)
+    return acc
+
+
+@triton.jit
 def _window(window, W: tl.constexpr, BW: tl.constexpr):
     m = tl.arange(0, BW)
     return tl.load(window + m, mask=m < W, other=0.0).to(tl.float32)[None, :]

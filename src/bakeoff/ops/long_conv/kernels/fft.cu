@@ -3,41 +3,61 @@
 // A block transforms two rows a, b of a channel at once, as z = a + i b: the filter is real, so the real and
 // imaginary parts of the result are the two rows' convolutions. Each row is divided by a power of 2 first, so
 // that a loud one's roundings don't drown the other; one that isn't finite is kept out and comes back as NaN.
-// N >= T + L - 1, or the end would wrap around to the start. Each of THREADS threads holds E = N / THREADS values in registers; three passes of radix R1,
-// R2, R3 (decimation in frequency) leave the spectrum in the order of its digits, where it is multiplied by
-// the filter's, which this file leaves in the same order; the way back mirrors the passes. Between passes
-// values change threads through shared memory, first the real, then the imaginary parts.
+// N >= T + L - 1, or the end would wrap around to the start.
 //
-// Rows too long for that are cut into OUTER parts: time n N + m, n < OUTER. A block then transforms one of the
-// OUTER interleaved sequences that make up the row's spectrum, and `combine` puts the row together again.
+// Each of THREADS threads holds E = N / THREADS values in registers. Time n is cut into digits n1, n2, n3 and
+// frequency k into k1, k2, k3 of radix R1, R2, R3: n = (n1 R2 + n2) R3 + n3, k = k1 + R1 (k2 + R2 k3). Three
+// passes (decimation in time, so that twiddles fold into the butterflies' FMAs) turn n1 into k1, n2 into k2, n3
+// into k3, each in its digit's place, and three more turn them back. In between, values are multiplied by the
+// filter's spectrum, which lies in the same order. Between passes values change threads through shared memory,
+// in as many ROUNDS as there is room for; where sets of two passes don't let halves change apart, ROUNDS is 0, and
+// real parts change before imaginary ones.
 //
-// Compiled with -D for: N, E, R1, R2, R3, OUTER (powers of 2, R1 R2 R3 = N, R1 = E the largest), BLOCKS (wanted
-// on a multiprocessor at a time, by `convolve` and by `correlate`), and DATA, one of 0 (float32), 1 (bfloat16),
-// 2 (float16). `circle` holds exp(-2 pi i k / (N OUTER)) for every k.
+// Rows too long for that are cut into OUTER segments of N. A block then makes one of OUTER parts of a row's
+// spectrum, frequencies k OUTER + part, and the last of a row's blocks puts the row together again.
+//
+// Compiled with -D for: N, E, R1, R2, R3, OUTER (powers of 2, R1 R2 R3 = N, R1 = E the largest); HALF, whether rows
+// fill no more than half of N OUTER, as filters always do; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BLOCKS and
+// BACKWARD_BLOCKS (wanted on a multiprocessor at a time, by `convolve` and by `differentiate`); FILTER_SHARED and
+// SUM_REGISTERS, where `differentiate` keeps the filter's spectrum and the sum, which otherwise lie in global
+// memory; and DATA, one of 0 (float32), 1 (bfloat16), 2 (float16).
 
 #define THREADS (N / E)
+#define WARPS (THREADS / 32)
 #define TOTAL (N * OUTER)
+#define BANKS (ROUNDS ? 16 : 32)                                // of a float or of a pair
+#define ROOM (N / (ROUNDS ? ROUNDS : 1) / BANKS * (BANKS + 1))  // for values that change threads at a time
+#define HELD (HALF && OUTER == 1 ? E / 2 : E)                   // values of a thread that may lie inside a row
+#define SEGMENTS (HALF && OUTER > 1 ? OUTER / 2 : OUTER)        // that a row may reach
 #define DEVICE static __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 #ifndef SHARED
 #define SHARED(name) extern __shared__ float name[]
 #endif
 
-DEVICE float widened(float x) { return x; }
 #if DATA == 0
 typedef float data_t;
-DEVICE data_t narrowed(float x) { return x; }
-#elif DATA == 1
-typedef unsigned short data_t;
-DEVICE float widened(data_t x) { return __uint_as_float((unsigned)x << 16); }
-DEVICE data_t narrowed(float x) {  // to the nearest, ties to even; a NaN stays one
-    unsigned bits = __float_as_uint(x);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
-    return (data_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 #else
 typedef unsigned short data_t;
-#ifndef HALVES  // with no header at hand
+#endif
+
+#ifndef EMULATED
+// Makes x look changed, so that what is computed from it inside a loop takes no registers around it.
+DEVICE void refresh(int &x) { asm volatile("" : "+r"(x)); }
+
+// NaN if either is.
+DEVICE float larger(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+#if DATA == 1
+DEVICE data_t narrowed(float x) {
+    data_t y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+#elif DATA == 2
 DEVICE float widened(data_t x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
@@ -50,431 +70,488 @@ DEVICE data_t narrowed(float x) {
 }
 #endif
 #endif
+DEVICE float widened(float x) { return x; }
+#if DATA == 0
+DEVICE float narrowed(float x) { return x; }
+#elif DATA == 1
+DEVICE float widened(data_t x) { return __uint_as_float((unsigned)x << 16); }
+#endif
 
 struct Values {
     float re[E], im[E];
 };
 
-// cos and -sin of 2 pi k / 32 for 0 <= k < 16: all that transforms inside a thread need.
-DEVICE float cosine(int k) {
-    if (k > 8) return -cosine(16 - k);
-    return k == 0   ? 1.f
-           : k == 1 ? 0.98078528040323044913f
-           : k == 2 ? 0.92387953251128675613f
-           : k == 3 ? 0.83146961230254523708f
-           : k == 4 ? 0.70710678118654752440f
-           : k == 5 ? 0.55557023301960222474f
-           : k == 6 ? 0.38268343236508977173f
-           : k == 7 ? 0.19509032201612826785f
-                    : 0.f;
+// exp(-2 pi i k / 32) for 0 <= k < 16.
+DEVICE float2 root(int k) {
+    const float sines[9] = {0.f,
+                            0.19509032201612826785f,
+                            0.38268343236508977173f,
+                            0.55557023301960222474f,
+                            0.70710678118654752440f,
+                            0.83146961230254523708f,
+                            0.92387953251128675613f,
+                            0.98078528040323044913f,
+                            1.f};
+    return k < 8 ? make_float2(sines[8 - k], -sines[k]) : make_float2(-sines[k - 8], -sines[16 - k]);
 }
-DEVICE float minus_sine(int k) { return -cosine(k < 8 ? 8 - k : k - 8); }
 
-// (re, im) *= exp(-2 pi i k / 32), k a constant after unrolling.
-DEVICE void turn(float &re, float &im, int k) {
-    if (k == 0) return;
-    float r = re, i = im;
-    if (k == 8) {
-        re = i;
-        im = -r;
-    } else if (k == 4) {
-        re = 0.70710678118654752440f * (r + i);
-        im = 0.70710678118654752440f * (i - r);
-    } else if (k == 12) {
-        re = 0.70710678118654752440f * (i - r);
-        im = -0.70710678118654752440f * (i + r);
-    } else {
-        float c = cosine(k), s = minus_sine(k);
-        re = r * c - i * s;
-        im = r * s + i * c;
-    }
+DEVICE void multiply(float &re, float &im, float2 by) {
+    float r = re;
+    re = r * by.x - im * by.y;
+    im = r * by.y + im * by.x;
 }
+
+DEVICE constexpr int log_2(int x) { return x > 1 ? 1 + log_2(x / 2) : 0; }
 
 // The bits of k < R in the opposite order.
 template <int R>
-DEVICE int reversed(int k) {
+DEVICE constexpr int reversed(int k) {
     return ((k & 1) << 4 | (k & 2) << 2 | (k & 4) | (k & 8) >> 2 | (k & 16) >> 4) / (32 / R);
 }
 
-// The DFT of R values, from steps of HALF down to 1; the k-th of the result lies at reversed(k).
-template <int R, int HALF = R / 2>
-DEVICE void transform(float *re, float *im) {
-    UNROLL for (int n = 0; n < R / 2; n++) {
-        int k = n % HALF, a = n / HALF * 2 * HALF + k, b = a + HALF;
-        float r = re[a] - re[b], i = im[a] - im[b];
-        re[a] += re[b];
-        im[a] += im[b];
-        turn(r, i, k * (16 / HALF));
-        re[b] = r;
-        im[b] = i;
-    }
-    if constexpr (HALF > 1) transform<R, HALF / 2>(re, im);
+// a + w b and a - w b, the second as 2 a less the first.
+DEVICE void butterfly(float &a_re, float &a_im, float &b_re, float &b_im, float2 w) {
+    float re = fmaf(-w.y, b_im, fmaf(w.x, b_re, a_re)), im = fmaf(w.y, b_re, fmaf(w.x, b_im, a_im));
+    b_re = fmaf(2.f, a_re, -re);
+    b_im = fmaf(2.f, a_im, -im);
+    a_re = re;
+    a_im = im;
 }
 
-// The DFT of R values of which the k-th lies at reversed(k), from steps of HALF up; the result is in order.
-template <int R, int HALF = 1>
-DEVICE void transform_reversed(float *re, float *im) {
-    UNROLL for (int n = 0; n < R / 2; n++) {
-        int k = n % HALF, a = n / HALF * 2 * HALF + k, b = a + HALF;
-        float r = re[b], i = im[b];
-        turn(r, i, k * (16 / HALF));
-        re[b] = re[a] - r;
-        im[b] = im[a] - i;
-        re[a] += r;
-        im[a] += i;
-    }
-    if constexpr (2 * HALF < R) transform_reversed<R, 2 * HALF>(re, im);
+// The same for w = 1.
+DEVICE void butterfly(float &a_re, float &a_im, float &b_re, float &b_im) {
+    float re = a_re, im = a_im;
+    a_re += b_re;
+    a_im += b_im;
+    b_re = re - b_re;
+    b_im = im - b_im;
 }
 
-// A pass of radix R inside blocks of S positions: thread t holds E / R sets of R values, each S / R apart. The
-// k-th of a set lies at start(t) + apart(set, k), the second a constant after unrolling.
-template <int R, int S>
+// The DFT of R values, if TURNED the k-th of them times w^k, powers[l] = w^(2^l), from steps of STEP down to 1.
+// The k-th of the result lies at reversed(k). Unless FULL, the second half of the values is 0 whatever it holds.
+template <int R, bool TURNED, bool FULL = true, int STEP = R / 2>
+DEVICE void transform(float *re, float *im, const float2 *powers) {
+    if constexpr (STEP > 0) {
+        const int groups = R / 2 / STEP;
+        UNROLL for (int n = 0; n < R / 2; n++) {
+            int group = n / STEP, a = n + group * STEP, b = a + STEP;
+            int k = reversed<groups>(group & ~1) * STEP * (32 / R);  // odd groups turn by -i more than even ones
+            float2 w = root(k);
+            if (TURNED && k == 0) w = powers[log_2(STEP)];
+            if (TURNED && k > 0) multiply(w.x, w.y, powers[log_2(STEP)]);
+            if (!FULL && STEP == R / 2) {
+                re[b] = re[a];
+                im[b] = im[a];
+            } else if (!TURNED && k == 0 && group % 2 == 0) {
+                butterfly(re[a], im[a], re[b], im[b]);
+            } else if (!TURNED && k == 0) {
+                float r = re[b];
+                re[b] = im[b];
+                im[b] = -r;
+                butterfly(re[a], im[a], re[b], im[b]);
+            } else {
+                butterfly(re[a], im[a], re[b], im[b], group % 2 ? make_float2(w.y, -w.x) : w);
+            }
+        }
+        transform<R, TURNED, FULL, STEP / 2>(re, im, powers);
+    }
+}
+
+// A pass's radix, and where its values lie: thread t holds E / R sets of R values, the k-th of a set at start(t)
+// + apart(set, k), the second a constant after unrolling. The two have no bit in common. Bits of t that choose k1
+// in the second pass are rotated, so that a warp's values fall into different banks.
+template <int PASS>
+DEVICE constexpr int radix() {
+    return PASS == 1 ? R1 : PASS == 2 ? R2 : R3;
+}
+template <int PASS>
 DEVICE int start(int t) {
-    return t / (S / R) * S + t % (S / R);
+    const int highs = THREADS / R3, turn = BANKS / R2;
+    int high = t / R3;
+    if (PASS == 1) return t;
+    if (PASS == 2) return (high % (highs / turn) * turn + high / (highs / turn)) * R2 * R3 + t % R3;
+    return t * R3;
 }
-template <int R, int S>
-DEVICE int apart(int set, int k) {
-    return set * THREADS * R + k * (S / R);
-}
-
-// One word in 33 is left out, which spreads strides over the banks. start(t) + apart(..) has no carry into the
-// bits above 32, so that the parts may be padded one by one.
-DEVICE int padded(int position) { return position + position / 32; }
-
-// Multiplies the k-th value of each set, which lies at reversed(k), by exp(-+ 2 pi i j k / S), j its offset.
-// Powers are products of few factors from the table, so that roundings don't add up.
-template <int R, int S, bool BACK>
-DEVICE void twiddle(Values &v, int t, const float2 *circle) {
-    if (S == R) return;
-    int j = t % (S / R) * (TOTAL / S);  // the same for every set, as S / R divides THREADS
-    float low_r[8], low_i[8];
-    UNROLL for (int k = 1; k < 8; k++) {
-        if (k == 1 || k == 2 || k == 4) {
-            float2 w = circle[j * k];
-            low_r[k] = w.x;
-            low_i[k] = BACK ? -w.y : w.y;
-        } else {
-            int a = k > 4 ? 4 : 2, b = k - a;
-            low_r[k] = low_r[a] * low_r[b] - low_i[a] * low_i[b];
-            low_i[k] = low_r[a] * low_i[b] + low_i[a] * low_r[b];
-        }
-    }
-    UNROLL for (int high = 0; high < R; high += 8) {
-        float2 base = high ? circle[j * high] : make_float2(1.f, 0.f);
-        if (BACK) base.y = -base.y;
-        UNROLL for (int low = high ? 0 : 1; low < 8; low++) {
-            float c = base.x, s = base.y;
-            if (low) {
-                c = high ? low_r[low] * base.x - low_i[low] * base.y : low_r[low];
-                s = high ? low_r[low] * base.y + low_i[low] * base.x : low_i[low];
-            }
-            UNROLL for (int set = 0; set < E / R; set++) {
-                int at = set * R + reversed<R>(high + low);
-                float r = v.re[at], i = v.im[at];
-                v.re[at] = r * c - i * s;
-                v.im[at] = r * s + i * c;
-            }
-        }
-    }
+template <int PASS>
+DEVICE constexpr int apart(int set, int k) {
+    return PASS == 1 ? k * THREADS : set * THREADS * radix<PASS>() + k * (PASS == 2 ? R3 : 1);
 }
 
-template <int R, int S, bool REVERSED>
-DEVICE void put(const float *values, int t, float *room) {
-    room += padded(start<R, S>(t));
-    UNROLL for (int set = 0; set < E / R; set++)
-        UNROLL for (int k = 0; k < R; k++)
-            room[padded(apart<R, S>(set, k))] = values[set * R + (REVERSED ? reversed<R>(k) : k)];
-}
+// Room is left out after every 32 floats or 16 pairs, which spreads strides over the banks.
+DEVICE constexpr int padded(int position) { return position + position / BANKS; }
 
-template <int R, int S, bool REVERSED>
-DEVICE void take(float *values, int t, const float *room) {
-    room += padded(start<R, S>(t));
-    UNROLL for (int set = 0; set < E / R; set++)
-        UNROLL for (int k = 0; k < R; k++)
-            values[set * R + (REVERSED ? reversed<R>(k) : k)] = room[padded(apart<R, S>(set, k))];
-}
-
-// From the threads of one pass to those of another. FROM_REVERSED: where the values' k-th lies now.
-template <int FROM, int FROM_S, bool FROM_REVERSED, int TO, int TO_S, bool TO_REVERSED>
-DEVICE void exchange(Values &v, int t, float *room) {
-    __syncthreads();
-    put<FROM, FROM_S, FROM_REVERSED>(v.re, t, room);
-    __syncthreads();
-    take<TO, TO_S, TO_REVERSED>(v.re, t, room);
-    __syncthreads();
-    put<FROM, FROM_S, FROM_REVERSED>(v.im, t, room);
-    __syncthreads();
-    take<TO, TO_S, TO_REVERSED>(v.im, t, room);
-}
-
-template <int R>
-DEVICE void sets(Values &v) {
-    UNROLL for (int set = 0; set < E / R; set++) transform<R>(v.re + set * R, v.im + set * R);
-}
-
-// The conjugate transform: real and imaginary parts swapped, before and after.
-template <int R>
-DEVICE void sets_back(Values &v) {
-    UNROLL for (int set = 0; set < E / R; set++) transform_reversed<R>(v.im + set * R, v.re + set * R);
-}
-
-#define S1 N
-#define S2 (N / R1)
-#define S3 R3
-
-// The DFT of N values, in order over the first pass's threads; its result stays in the third pass's.
-DEVICE void forward(Values &v, int t, float *room, const float2 *circle) {
-    sets<R1>(v);
-    twiddle<R1, S1, false>(v, t, circle);
-    exchange<R1, S1, true, R2, S2, false>(v, t, room);
-    sets<R2>(v);
-    twiddle<R2, S2, false>(v, t, circle);
-    exchange<R2, S2, true, R3, S3, false>(v, t, room);
-    sets<R3>(v);
-}
-
-// The inverse of `forward`, times N.
-DEVICE void backward(Values &v, int t, float *room, const float2 *circle) {
-    sets_back<R3>(v);
-    exchange<R3, S3, false, R2, S2, true>(v, t, room);
-    twiddle<R2, S2, true>(v, t, circle);
-    sets_back<R2>(v);
-    exchange<R2, S2, false, R1, S1, true>(v, t, room);
-    twiddle<R1, S1, true>(v, t, circle);
-    sets_back<R1>(v);
-}
-
-// Multiplies each value by exp(-2 pi i m part / TOTAL), m its place, or with sign = -1 by the conjugate.
-DEVICE void rotate(Values &v, int t, int part, const float2 *circle, float sign) {
-    UNROLL for (int set = 0; set < E / R1; set++)
-        UNROLL for (int k = 0; k < R1; k++) {
-            float2 w = circle[(t + apart<R1, S1>(set, k)) * part];
-            float r = v.re[set * R1 + k], i = v.im[set * R1 + k], s = sign * w.y;
-            v.re[set * R1 + k] = r * w.x - i * s;
-            v.im[set * R1 + k] = r * s + i * w.x;
-        }
-}
-
-// The power of 2 just below the largest of a row of T values; 1 for zeros, NaN where one isn't finite. Rows are
-// read 16 bytes at a time: they are 0 from T to the next multiple of that. `most` is 0 before and after.
-DEVICE float scale(const data_t *row, int T, int t, unsigned *most) {
-    const int wide = 16 / sizeof(data_t);
-    const unsigned mask = sizeof(data_t) == 4 ? 0x7fffffffu : 0x7fffu;  // without the sign, bits are in order
-    unsigned found = 0;
-    for (int i = t; i * wide < T; i += THREADS) {
-        uint4 q = ((const uint4 *)row)[i];
-        unsigned words[4] = {q.x, q.y, q.z, q.w};
-        UNROLL for (int w = 0; w < 4; w++) {
-            found = max(found, words[w] & mask);
-            if (sizeof(data_t) == 2) found = max(found, words[w] >> 16 & mask);
-        }
-    }
-    found = __reduce_max_sync(0xffffffffu, found);
-    if (t % 32 == 0) atomicMax(most, found);
-    __syncthreads();
-    found = *most;
-    __syncthreads();
-    if (t == 0) *most = 0;
-#if DATA == 0
-    unsigned bits = found;
+#if ROUNDS
+typedef float2 word_t;
 #else
-    unsigned bits = __float_as_uint(widened((data_t)found));
+typedef float word_t;
 #endif
-    if (bits >= 0x7f800000u) return __uint_as_float(0x7fffffffu);
-    bits &= 0x7f800000u;
-    return bits ? __uint_as_float(bits) : 1.f;
+
+// From the threads of one pass, which left its values at reversed(k), to those of another, in order.
+template <int FROM, int TO>
+DEVICE void exchange(Values &v, int t, word_t *room) {
+    const int from = radix<FROM>(), to = radix<TO>(), rounds = ROUNDS ? ROUNDS : 2, some = ROUNDS ? E / rounds : E;
+    word_t *source = room + padded(start<FROM>(t)), *target = room + padded(start<TO>(t));
+    Values moved;
+    UNROLL for (int round = 0; round < rounds; round++) {
+        __syncthreads();
+        UNROLL for (int i = 0; i < some; i++) {
+            int e = ROUNDS ? round * some + i : i, at = e / from * from + reversed<from>(e % from);
+            word_t &place = source[padded(apart<FROM>(e / from, e % from) - (e - i) * THREADS)];
+#if ROUNDS
+            place = make_float2(v.re[at], v.im[at]);
+#else
+            place = round ? v.im[at] : v.re[at];
+#endif
+        }
+        __syncthreads();
+        UNROLL for (int i = 0; i < some; i++) {
+            int e = ROUNDS ? round * some + i : i;
+            word_t &place = target[padded(apart<TO>(e / to, e % to) - (e - i) * THREADS)];
+#if ROUNDS
+            moved.re[e] = place.x;
+            moved.im[e] = place.y;
+#else
+            (round ? moved.im : moved.re)[e] = place;
+#endif
+        }
+    }
+    v = moved;
 }
 
-// A factor that a row is multiplied by on loading: 0 keeps it out, whatever it holds.
-DEVICE float factor(float scale) { return scale == scale ? scale : 0.f; }
+// `twiddles` is a list of tables of w^(2^l), one row of `count` for each l: for the inverse second pass by n3,
+// for the inverse first pass by thread, for OUTER parts by place; and then for each part: factors of segments,
+// and tables for the first pass, for the second by k1, and for the third by k1 R2 + k2.
+#define INVERSE_1 (log_2(R2) * R3)
+#define INVERSE_OUTER (INVERSE_1 + log_2(R1) * THREADS)
+#define PARTS (INVERSE_OUTER + log_2(OUTER) * N)
+#define FORWARD_1 OUTER
+#define FORWARD_2 (FORWARD_1 + log_2(R1))
+#define FORWARD_3 (FORWARD_2 + log_2(R2) * R1)
+#define PART (FORWARD_3 + log_2(R3) * (N / R3))
 
-// One of the OUTER sequences of two rows, each times its factor, as one complex row; `part` is its number. Rows
-// are 0 from T on.
+template <int R>
+DEVICE void look_up(float2 *powers, const float2 *table, int count, int index) {
+    UNROLL for (int l = 0; l < log_2(R); l++) powers[l] = table[l * count + index];
+}
+
+// The part of the DFT whose tables are given, of values in the first pass's order. Its result stays in the
+// third pass's threads, the k-th of a set at reversed(k).
+template <bool FULL>
+DEVICE void forward(Values &v, int t, word_t *room, const float2 *tables) {
+    float2 powers[5];
+    if (OUTER > 1) look_up<R1>(powers, tables + FORWARD_1, 1, 0);
+    transform<R1, (OUTER > 1), FULL>(v.re, v.im, powers);
+    exchange<1, 2>(v, t, room);
+    UNROLL for (int set = 0; set < E / R2; set++) {
+        look_up<R2>(powers, tables + FORWARD_2, R1, (start<2>(t) + apart<2>(set, 0)) / (R2 * R3));
+        transform<R2, true>(v.re + set * R2, v.im + set * R2, powers);
+    }
+    exchange<2, 3>(v, t, room);
+    UNROLL for (int set = 0; set < E / R3; set++) {
+        look_up<R3>(powers, tables + FORWARD_3, N / R3, t + set * THREADS);
+        transform<R3, true>(v.re + set * R3, v.im + set * R3, powers);
+    }
+}
+
+// The inverse of `forward` for OUTER = 1, times N: the conjugate transform, real and imaginary parts swapped.
+// The k-th value of the result, in the first pass's order, lies at reversed(k).
+DEVICE void backward(Values &v, int t, word_t *room, const float2 *twiddles) {
+    float2 powers[5];
+    Values z;
+    UNROLL for (int e = 0; e < E; e++) {
+        z.re[e] = v.re[e / R3 * R3 + reversed<R3>(e % R3)];
+        z.im[e] = v.im[e / R3 * R3 + reversed<R3>(e % R3)];
+    }
+    UNROLL for (int set = 0; set < E / R3; set++)
+        transform<R3, false>(z.im + set * R3, z.re + set * R3, powers);
+    exchange<3, 2>(z, t, room);
+    look_up<R2>(powers, twiddles, R3, t % R3);
+    UNROLL for (int set = 0; set < E / R2; set++)
+        transform<R2, true>(z.im + set * R2, z.re + set * R2, powers);
+    exchange<2, 1>(z, t, room);
+    look_up<R1>(powers, twiddles + INVERSE_1, THREADS, t);
+    transform<R1, true>(z.im, z.re, powers);
+    v = z;
+}
+
+// Two rows of a channel; the second is the first again where there is none.
+struct Pair {
+    const data_t *first, *second;
+};
+DEVICE Pair rows(const data_t *x, int b, bool pair, long long c, int x_b, int x_c) {
+    const data_t *first = x + ((long long)b * x_b + c * x_c) * 8;
+    return {first, pair ? first + (long long)x_b * 8 : first};
+}
+
 template <class Data>
-DEVICE void load(Values &v, int t, const Data *first, const Data *second, float by_first, float by_second, int T,
-                 int part, const float2 *circle) {
-    UNROLL for (int n = 0; n < OUTER; n++) {
-        if (n > 0 && n * N >= T) break;
-        float2 w = circle[n * part % OUTER * N];
-        UNROLL for (int set = 0; set < E / R1; set++)
-            UNROLL for (int k = 0; k < R1; k++) {
-                int e = set * R1 + k, at = n * N + t + apart<R1, S1>(set, k);
-                float r = at < T && by_first != 0.f ? by_first * widened(first[at]) : 0.f;
-                float i = at < T && by_second != 0.f ? by_second * widened(second[at]) : 0.f;
-                if (n == 0) {
-                    v.re[e] = r;
-                    v.im[e] = i;
+DEVICE float value(const Data *row, int at, int end) {
+    return at < end ? widened(row[at]) : 0.f;
+}
+
+// The first segment of two rows of T values, in the first pass's order.
+DEVICE void fetch(Values &z, int t, Pair rows, int T) {
+    UNROLL for (int k = 0; k < HELD; k++) z.re[k] = value(rows.first, t + k * THREADS, T);
+    UNROLL for (int k = 0; k < HELD; k++) z.im[k] = value(rows.second, t + k * THREADS, T);
+}
+
+// The power of 2 just below a row's largest value, if it has an inverse; 1 for zeros, NaN where it isn't finite.
+DEVICE float power_below(unsigned largest) {
+    if (largest >= 0x7f800000u) return __uint_as_float(0x7fffffffu);
+    return largest & 0x7f800000u ? __uint_as_float(min(largest, 0x7e800000u) & 0x7f800000u) : 1.f;
+}
+
+// The two rows' powers of 2. Other barriers must lie between two calls.
+DEVICE float2 scales(const Values &z, int t, Pair rows, int T, unsigned *largest) {
+    float first = 0.f, second = 0.f;
+    for (int n = 0; n < SEGMENTS; n++)
+        UNROLL for (int k = 0; k < HELD; k++) {
+            int at = n * N + t + k * THREADS;
+            first = larger(first, fabsf(OUTER == 1 ? z.re[k] : value(rows.first, at, T)));
+            second = larger(second, fabsf(OUTER == 1 ? z.im[k] : value(rows.second, at, T)));
+        }
+    unsigned all = 0xffffffffu, one = __reduce_max_sync(all, __float_as_uint(first)),
+             other = __reduce_max_sync(all, __float_as_uint(second));
+    if (t % 32 == 0) {
+        largest[t / 32] = one;
+        largest[WARPS + t / 32] = other;
+    }
+    __syncthreads();
+    one = __reduce_max_sync(all, largest[t % WARPS]);
+    other = __reduce_max_sync(all, largest[WARPS + t % WARPS]);
+    return make_float2(power_below(one), power_below(other));
+}
+
+// 1 / scale, a power of 2 as well; 0 keeps a row that isn't finite out.
+DEVICE float inverse(float scale) {
+    return scale == scale ? __uint_as_float(0x7f000000u - __float_as_uint(scale)) : 0.f;
+}
+
+// What `forward` transforms, of two rows whose first segment has been fetched, each times its factor; 0 keeps a
+// row out, whatever it holds.
+DEVICE void weigh(Values &z, int t, Pair rows, float2 by, int T, const float2 *tables) {
+    if (OUTER > 1) {
+        UNROLL for (int k = 0; k < E; k++) z.re[k] = z.im[k] = 0.f;
+        int end_first = by.x != 0.f ? T : 0, end_second = by.y != 0.f ? T : 0;
+        for (int n = 0; n < SEGMENTS; n++) {
+            float2 w = tables[n];
+            UNROLL for (int k = 0; k < E; k++) {
+                int at = n * N + t + k * THREADS;
+                float r = by.x * value(rows.first, at, end_first), i = by.y * value(rows.second, at, end_second);
+                z.re[k] += r * w.x - i * w.y;
+                z.im[k] += r * w.y + i * w.x;
+            }
+        }
+        return;
+    }
+    UNROLL for (int k = 0; k < HELD; k++) {
+        z.re[k] *= by.x;
+        z.im[k] *= by.y;
+    }
+    if (by.x == 0.f) UNROLL for (int k = 0; k < HELD; k++) z.re[k] = 0.f;
+    if (by.y == 0.f) UNROLL for (int k = 0; k < HELD; k++) z.im[k] = 0.f;
+}
+
+// The spectrum of a filter divided by N OUTER, or with sign = -1 its conjugate, thread by thread.
+DEVICE void spectrum(float2 *kept, int t, const float *h, int L, int sign, word_t *room, const float2 *tables) {
+    Values z;
+    UNROLL for (int k = 0; k < E; k++) z.re[k] = z.im[k] = 0.f;
+    for (int n = 0; n < (OUTER + 1) / 2; n++) {
+        float2 w = tables[n];
+        UNROLL for (int k = 0; k < (OUTER > 1 ? E : E / 2); k++) {
+            float x = value(h, n * N + t + k * THREADS, L);
+            z.re[k] = OUTER > 1 ? z.re[k] + x * w.x : x;
+            z.im[k] = OUTER > 1 ? z.im[k] + x * w.y : 0.f;
+        }
+    }
+    forward<(OUTER > 1)>(z, t, room, tables);
+    UNROLL for (int e = 0; e < E; e++)
+        kept[e * THREADS + t] = make_float2(z.re[e] * (1.f / TOTAL), z.im[e] * (sign * (1.f / TOTAL)));
+}
+
+// Leaves one of the OUTER parts of two rows in `parts`. True in the block that is the last to do so, which finds
+// all of them there; `count` is 0 before the first. Blocks don't wait for each other.
+DEVICE bool leave(const Values &z, int t, int part, float2 *parts, unsigned *count) {
+    UNROLL for (int k = 0; k < E; k++)
+        parts[part * N + t + k * THREADS] = make_float2(z.re[reversed<R1>(k)], z.im[reversed<R1>(k)]);
+    __threadfence();
+    __syncthreads();
+    bool last = __syncthreads_or(t == 0 && atomicAdd(count, 1u) == OUTER - 1);
+    __threadfence();
+    return last;
+}
+
+// Place m of every segment of two rows, from their parts; that of segment n lies at reversed(n).
+DEVICE void combine(float *re, float *im, int m, const float2 *parts, const float2 *twiddles) {
+    float2 powers[5];
+    look_up<OUTER>(powers, twiddles + INVERSE_OUTER, N, m);
+    UNROLL for (int k = 0; k < OUTER; k++) {
+        float2 part = __ldcg(parts + k * N + m);
+        re[k] = part.x;
+        im[k] = part.y;
+    }
+    transform<OUTER, true>(im, re, powers);
+}
+
+// Two rows of a result, and whether the second is wanted.
+struct Result {
+    data_t *first, *second;
+    bool pair;
+};
+DEVICE Result results(data_t *y, int b, bool pair, long long c, int y_b, int y_c) {
+    data_t *first = y + ((long long)b * y_b + c * y_c) * 8;
+    return {first, first + (long long)y_b * 8, pair};
+}
+
+// Writes two rows, times their scales, with `skip` times what they were made of.
+DEVICE void store(Values &z, int t, Pair from, float skip, float2 scale, Result to, int T) {
+    UNROLL for (int k = 0; k < HELD; k++) {
+        z.re[reversed<R1>(k)] *= scale.x;
+        z.im[reversed<R1>(k)] *= scale.y;
+    }
+    if (skip != 0.f) UNROLL for (int k = 0; k < HELD; k++) {
+        z.re[reversed<R1>(k)] += skip * value(from.first, t + k * THREADS, T);
+        z.im[reversed<R1>(k)] += skip * value(from.second, t + k * THREADS, T);
+    }
+    UNROLL for (int k = 0; k < HELD; k++)
+        if (t + k * THREADS < T) to.first[t + k * THREADS] = narrowed(z.re[reversed<R1>(k)]);
+    if (to.pair) UNROLL for (int k = 0; k < HELD; k++)
+        if (t + k * THREADS < T) to.second[t + k * THREADS] = narrowed(z.im[reversed<R1>(k)]);
+}
+
+// The same for rows in OUTER parts.
+DEVICE void store_parts(const float2 *parts, int t, Pair from, float skip, float2 scale, Result to, int T,
+                        const float2 *twiddles) {
+    for (int m = t; m < N; m += THREADS) {
+        float re[OUTER], im[OUTER];
+        combine(re, im, m, parts, twiddles);
+        UNROLL for (int n = 0; n < SEGMENTS; n++) {
+            int at = n * N + m, k = reversed<OUTER>(n);
+            if (at >= T) break;
+            to.first[at] = narrowed(re[k] * scale.x + (skip != 0.f ? skip * widened(from.first[at]) : 0.f));
+            if (to.pair)
+                to.second[at] = narrowed(im[k] * scale.y + (skip != 0.f ? skip * widened(from.second[at]) : 0.f));
+        }
+    }
+}
+
+// What becomes of two rows' inverse transform; `row` is their number.
+DEVICE void finish(Values &z, int t, int part, Pair from, float skip, float2 scale, Result to, int T, float2 *parts,
+                   unsigned *counts, long long row, const float2 *twiddles) {
+    if (OUTER == 1)
+        store(z, t, from, skip, scale, to, T);
+    else if (leave(z, t, part, parts + row * TOTAL, counts + row))
+        store_parts(parts + row * TOTAL, t, from, skip, scale, to, T, twiddles);
+}
+
+// y = h * x + skip x, with sign = -1 correlated with h. A block has one part of every SHARES-th pair of a
+// channel's rows; steps from row to row are in units of 8 values. Where OUTER > 1, `parts` has room for all parts of
+// every pair and channel, and `counts` zeros.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+convolve(const data_t *x, const float *h, const float *skips, data_t *y, float2 *parts, unsigned *counts,
+         const float2 *__restrict__ twiddles, int sign, int B, int T, int L, int C, int shares, int x_b, int x_c,
+         int y_b, int y_c) {
+    SHARED(shared);
+    word_t *room = (word_t *)shared;
+    float2 *filter = (float2 *)(room + ROOM);
+    unsigned *largest = (unsigned *)(filter + N);
+    int t = threadIdx.x, part = blockIdx.x % OUTER;
+    long long c = blockIdx.x / OUTER / shares;
+    float skip = skips ? skips[c] : 0.f;
+    const float2 *tables = twiddles + PARTS + part * PART;
+    spectrum(filter, t, h + c * L, L, sign, room, tables);
+    for (int b = blockIdx.x / OUTER % shares * 2; b < B; b += 2 * shares) {
+        refresh(t);
+        bool pair = b + 1 < B;
+        Pair from = rows(x, b, pair, c, x_b, x_c);
+        Values z;
+        if (OUTER == 1) fetch(z, t, from, T);
+        float2 scale = scales(z, t, from, T, largest);
+        weigh(z, t, from, make_float2(inverse(scale.x), inverse(scale.y)), T, tables);
+        forward<!(HALF && OUTER == 1)>(z, t, room, tables);
+        UNROLL for (int e = 0; e < E; e++) multiply(z.re[e], z.im[e], filter[e * THREADS + t]);
+        backward(z, t, room, twiddles);
+        finish(z, t, part, from, skip, scale, results(y, b, pair, c, y_b, y_c), T, parts, counts,
+               b / 2 * (long long)C + c, twiddles);
+    }
+}
+
+// The gradients of h, as sums[share, c, l], and, if dx is given, of x: dx = dy correlated with h, + skip dy. Rows of
+// dy are divided by their scales and those of x multiplied by them, so that of each product's two factors neither
+// is loud alone. Blocks take turns at parts of a channel and share; `kept` has room for two spectra a block. Where
+// OUTER > 1, `parts` has room for all parts of every pair and channel, then of every share and channel, and
+// `counts` zeros.
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
+differentiate(const data_t *x, const data_t *dy, const float *h, const float *skips, data_t *dx, float *sums,
+              float2 *kept, float2 *parts, unsigned *counts, const float2 *__restrict__ twiddles, int B, int T,
+              int L, int C, int shares, int x_b, int x_c, int dy_b, int dy_c, int dx_b, int dx_c) {
+    SHARED(shared);
+    word_t *room = (word_t *)shared;
+    float2 *output = (float2 *)(room + ROOM), *filter = FILTER_SHARED ? output + N : kept + 2ll * blockIdx.x * N;
+    float2 *total = kept + (2ll * blockIdx.x + 1) * N;
+    unsigned *largest = (unsigned *)(output + (FILTER_SHARED ? 2 : 1) * N);
+    int t = threadIdx.x;
+    for (int item = blockIdx.x; item < C * shares * OUTER; item += gridDim.x) {
+        int part = item % OUTER, share = item / OUTER % shares;
+        long long c = item / OUTER / shares, row = share * (long long)C + c;
+        const float2 *tables = twiddles + PARTS + part * PART;
+        if (dx) spectrum(filter, t, h + c * L, L, -1, room, tables);
+        Values sum, z;
+        UNROLL for (int e = 0; e < E; e++) sum.re[e] = sum.im[e] = 0.f;
+        for (int b = share * 2; b < B; b += 2 * shares) {
+            bool pair = b + 1 < B;
+            Pair from = rows(dy, b, pair, c, dy_b, dy_c);
+            float2 scale;
+            _Pragma("unroll 1") for (int turn = 0; turn < 2; turn++) {  // dy's, then x's, by the same instructions
+                Pair of = turn ? rows(x, b, pair, c, x_b, x_c) : from;
+                if (OUTER == 1) fetch(z, t, of, T);
+                if (!turn) scale = scales(z, t, of, T, largest);
+                float2 by = make_float2(inverse(scale.x), inverse(scale.y));
+                if (turn) by = make_float2(scale.x, pair ? scale.y : 0.f);
+                weigh(z, t, of, by, T, tables);
+                forward<!(HALF && OUTER == 1)>(z, t, room, tables);
+                if (!turn) UNROLL for (int e = 0; e < E; e++)
+                    output[e * THREADS + t] = make_float2(z.re[e], z.im[e]);
+            }
+            UNROLL for (int e = 0; e < E; e++) {
+                float2 w = output[e * THREADS + t];
+                multiply(w.x, w.y, make_float2(z.re[e], -z.im[e]));
+                if (SUM_REGISTERS) {
+                    sum.re[e] += w.x;
+                    sum.im[e] += w.y;
                 } else {
-                    v.re[e] += r * w.x - i * w.y;
-                    v.im[e] += r * w.y + i * w.x;
+                    float2 before = b > share * 2 ? total[e * THREADS + t] : make_float2(0.f, 0.f);
+                    total[e * THREADS + t] = make_float2(before.x + w.x, before.y + w.y);
                 }
             }
-    }
-    if (OUTER > 1) rotate(v, t, part, circle, 1.f);
-}
-
-// The DFT of a filter over N OUTER, divided by it, thread by thread.
-extern "C" __global__ void __launch_bounds__(THREADS)
-spectrum(const float *h, float2 *spectra, const float2 *circle, int L) {
-    SHARED(room);
-    int t = threadIdx.x, part = blockIdx.x % OUTER;
-    Values v;
-    load(v, t, h + (long long)(blockIdx.x / OUTER) * L, (const float *)0, 1.f, 0.f, L, part, circle);
-    forward(v, t, room, circle);
-    spectra += (long long)blockIdx.x * N;
-    UNROLL for (int e = 0; e < E; e++)
-        spectra[e * THREADS + t] = make_float2(v.re[e] * (1.f / TOTAL), v.im[e] * (1.f / TOTAL));
-}
-
-// v times the spectrum, or with sign = -1 times its conjugate.
-DEVICE void filter(Values &v, int t, const float2 *spectrum, int sign) {
-    UNROLL for (int e = 0; e < E; e++) {
-        float2 w = spectrum[e * THREADS + t];
-        float r = v.re[e], i = v.im[e], s = sign * w.y;
-        v.re[e] = r * w.x - i * s;
-        v.im[e] = r * s + i * w.x;
-    }
-}
-
-// y = h * v + skip v, with sign = -1 correlated with h. A block has one part of every SHARES-th pair of a
-// channel's rows; steps from row to row are in units of 8 values. Where OUTER > 1, the parts and scales[b, c] go
-// to `combine`.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-convolve(const data_t *v, const float2 *spectra, const float *skips, data_t *y, float2 *parts, float *scales,
-         const float2 *circle, int sign, int B, int T, int C, int shares, int v_b, int v_c, int y_b, int y_c) {
-    SHARED(room);
-    unsigned *most = (unsigned *)(room + N + N / 32);
-    int t = threadIdx.x, part = blockIdx.x % OUTER;
-    long long c = blockIdx.x / OUTER / shares;
-    float skip = skips ? skips[c] : 0.f;
-    spectra += (c * OUTER + part) * N;
-    if (t == 0) *most = 0;
-    __syncthreads();
-    for (int b = blockIdx.x / OUTER % shares * 2; b < B; b += 2 * shares) {
-        bool pair = b + 1 < B;
-        const data_t *first = v + ((long long)b * v_b + c * v_c) * 8, *second = first + (long long)v_b * 8;
-        float scale_first = scale(first, T, t, most), scale_second = 1.f;
-        __syncthreads();
-        if (pair) scale_second = scale(second, T, t, most);
-        Values z;
-        load(z, t, first, second, factor(1.f / scale_first), pair ? factor(1.f / scale_second) : 0.f, T, part,
-             circle);
-        forward(z, t, room, circle);
-        filter(z, t, spectra, sign);
-        backward(z, t, room, circle);
-        if (OUTER > 1) {
-            rotate(z, t, part, circle, -1.f);
-            float2 *mine = parts + ((b / 2 * (long long)C + c) * OUTER + part) * N + t;
-            UNROLL for (int e = 0; e < E; e++) mine[e * THREADS] = make_float2(z.re[e], z.im[e]);
-            if (t == 0 && part == 0) {
-                scales[b * (long long)C + c] = scale_first;
-                if (pair) scales[(b + 1) * (long long)C + c] = scale_second;
+            if (!dx) continue;
+            UNROLL for (int e = 0; e < E; e++) {
+                float2 w = output[e * THREADS + t];
+                multiply(w.x, w.y, filter[e * THREADS + t]);
+                z.re[e] = w.x;
+                z.im[e] = w.y;
             }
+            backward(z, t, room, twiddles);
+            finish(z, t, part, from, skips ? skips[c] : 0.f, scale, results(dx, b, pair, c, dx_b, dx_c), T, parts,
+                   counts, b / 2 * (long long)C + c, twiddles);
+        }
+        if (!SUM_REGISTERS) UNROLL for (int e = 0; e < E; e++) {
+            sum.re[e] = total[e * THREADS + t].x;
+            sum.im[e] = total[e * THREADS + t].y;
+        }
+        backward(sum, t, room, twiddles);
+        float *dh = sums + row * L;
+        if (OUTER == 1) {
+            UNROLL for (int k = 0; k < E / 2; k++)
+                if (t + k * THREADS < L) dh[t + k * THREADS] = sum.re[reversed<R1>(k)] * (1.f / TOTAL);
             continue;
         }
-        data_t *out = y + ((long long)b * y_b + c * y_c) * 8, *other = out + (long long)y_b * 8;
-        UNROLL for (int e = 0; e < E; e++) {
-            int at = t + e * THREADS;
-            if (at >= T) continue;
-            out[at] = narrowed(z.re[e] * scale_first + (skip != 0.f ? skip * widened(first[at]) : 0.f));
-            if (pair)
-                other[at] = narrowed(z.im[e] * scale_second + (skip != 0.f ? skip * widened(second[at]) : 0.f));
+        row += (B + 1) / 2 * (long long)C;
+        if (!leave(sum, t, part, parts + row * TOTAL, counts + row)) continue;
+        for (int m = t; m < N; m += THREADS) {
+            float re[OUTER], im[OUTER];
+            combine(re, im, m, parts + row * TOTAL, twiddles);
+            UNROLL for (int n = 0; n < (OUTER + 1) / 2; n++)
+                if (n * N + m < L) dh[n * N + m] = re[reversed<OUTER>(n)] * (1.f / TOTAL);
         }
-    }
-}
-
-// Two rows, with skip times what they were made of, from the OUTER parts that blocks left of each; one thread
-// for every place of a part.
-extern "C" __global__ void __launch_bounds__(256)
-combine(const float2 *parts, const float *scales, const data_t *v, const float *skips, data_t *y,
-        const float2 *circle, int B, int T, int C, int v_b, int v_c, int y_b, int y_c) {
-    long long row = blockIdx.x / (N / 256);
-    int m = blockIdx.x % (N / 256) * 256 + threadIdx.x, b = (int)(row / C) * 2;
-    long long c = row % C;
-    bool pair = b + 1 < B;
-    float skip = skips ? skips[c] : 0.f;
-    float scale_first = scales[b * (long long)C + c], scale_second = pair ? scales[(b + 1) * (long long)C + c] : 0.f;
-    float2 value[OUTER];
-    UNROLL for (int k = 0; k < OUTER; k++) value[k] = parts[(row * OUTER + k) * N + m];
-    v += ((long long)b * v_b + c * v_c) * 8;
-    y += ((long long)b * y_b + c * y_c) * 8;
-    UNROLL for (int n = 0; n < OUTER; n++) {
-        int at = n * N + m;
-        if (at >= T) break;
-        float r = 0.f, i = 0.f;
-        UNROLL for (int k = 0; k < OUTER; k++) {
-            float2 w = circle[n * k % OUTER * N];
-            r += value[k].x * w.x + value[k].y * w.y;
-            i += value[k].y * w.x - value[k].x * w.y;
-        }
-        y[at] = narrowed(r * scale_first + (skip != 0.f ? skip * widened(v[at]) : 0.f));
-        if (!pair) continue;
-        long long next = at + (long long)y_b * 8;
-        y[next] = narrowed(i * scale_second + (skip != 0.f ? skip * widened(v[at + (long long)v_b * 8]) : 0.f));
-    }
-}
-
-// The spectrum of h's gradient over a block's pairs, transformed back. Rows of v are divided by their scales and
-// those of dy multiplied, so that of each product's two factors neither is loud alone. 2 N values of shared
-// memory keep v's spectrum, each thread its own.
-extern "C" __global__ void __launch_bounds__(THREADS, CORRELATE_BLOCKS)
-correlate(const data_t *v, const data_t *dy, float2 *sums, const float2 *circle, int B, int T, int C, int shares,
-          int v_b, int v_c, int dy_b, int dy_c) {
-    SHARED(room);
-    unsigned *most = (unsigned *)(room + N + N / 32);
-    float *kept = room + N + N / 32 + 1;
-    int t = threadIdx.x, part = blockIdx.x % OUTER;
-    long long c = blockIdx.x / OUTER / shares;
-    int share = blockIdx.x / OUTER % shares;
-    Values sum;
-    UNROLL for (int e = 0; e < E; e++) sum.re[e] = sum.im[e] = 0.f;
-    if (t == 0) *most = 0;
-    __syncthreads();
-    for (int b = share * 2; b < B; b += 2 * shares) {
-        bool pair = b + 1 < B;
-        const data_t *first = v + ((long long)b * v_b + c * v_c) * 8, *second = first + (long long)v_b * 8;
-        float scale_first = scale(first, T, t, most), scale_second = 1.f;
-        __syncthreads();
-        if (pair) scale_second = scale(second, T, t, most);
-        Values z;
-        load(z, t, first, second, 1.f / scale_first, pair ? 1.f / scale_second : 0.f, T, part, circle);
-        forward(z, t, room, circle);
-        UNROLL for (int e = 0; e < E; e++) {
-            kept[e * THREADS + t] = z.re[e];
-            kept[N + e * THREADS + t] = z.im[e];
-        }
-        first = dy + ((long long)b * dy_b + c * dy_c) * 8;
-        load(z, t, first, first + (long long)dy_b * 8, scale_first, pair ? scale_second : 0.f, T, part, circle);
-        forward(z, t, room, circle);
-        UNROLL for (int e = 0; e < E; e++) {
-            float r = kept[e * THREADS + t], i = kept[N + e * THREADS + t];
-            sum.re[e] += r * z.re[e] + i * z.im[e];
-            sum.im[e] += r * z.im[e] - i * z.re[e];
-        }
-    }
-    backward(sum, t, room, circle);
-    if (OUTER > 1) rotate(sum, t, part, circle, -1.f);
-    sums += ((share * (long long)C + c) * OUTER + part) * N + t;
-    UNROLL for (int e = 0; e < E; e++) sums[e * THREADS] = make_float2(sum.re[e], sum.im[e]);
-}
-
-// dh[c, k], 0 from T on, from the parts that blocks left, summed over SHARES; one thread for every place of a
-// part. dskip is lag 0 once more.
-extern "C" __global__ void __launch_bounds__(256)
-finish(const float2 *sums, float *dh, float *dskip, const float2 *circle, int T, int L, int C, int shares) {
-    long long c = blockIdx.x / (N / 256);
-    int m = blockIdx.x % (N / 256) * 256 + threadIdx.x;
-    UNROLL for (int n = 0; n < OUTER; n++) {
-        int at = n * N + m;
-        if (at >= L) break;
-        float found = 0.f;
-        for (int share = 0; share < shares && at < T; share++)
-            UNROLL for (int k = 0; k < OUTER; k++) {
-                float2 w = circle[n * k % OUTER * N];
-                float2 part = sums[((share * (long long)C + c) * OUTER + k) * N + m];
-                found += part.x * w.x + part.y * w.y;
-            }
-        dh[c * L + at] = found * (1.f / TOTAL);
-        if (at == 0 && dskip) dskip[c] = found * (1.f / TOTAL);
     }
 }
