@@ -19,6 +19,7 @@ from bakeoff.bench import (
     benchmark_rotary,
     contests,
     manual_kernel_benchmark,
+    page,
     published,
     readme,
     regret,
@@ -716,6 +717,41 @@ def test_readme_is_up_to_date() -> None:
     assert readme.replaced(page, readme.render(ROOT / "results")) == page, (
         "run python -m bakeoff.bench.readme"
     )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_pages_are_up_to_date(path: Path) -> None:
+    text = path.read_text()
+    assert page.rewritten(text, ROOT / "results") == text, (
+        f"run python -m bakeoff.bench.page docs/{path.name}"
+    )
+
+
+def test_a_page_shows_what_was_chosen_and_what_was_out(tmp_path: Path) -> None:
+    row = {
+        "op": "rms_norm",
+        "case": "a",
+        "direction": "both",
+        "regime": "graph",
+        "share": 0.5,
+        "verified": True,
+    }
+    rows = [
+        {**row, "candidate": "eager", "us": 1234.4, "chosen": False},
+        {**row, "candidate": "triton", "us": 99.96, "chosen": True},
+        {**row, "candidate": "liger", "us": 80.0, "chosen": False, "verified": False},
+        {**row, "candidate": "fla", "us": None, "chosen": False},
+        {**row, "case": "b", "candidate": "eager", "us": 7.0, "chosen": False},
+        {**row, "op": "rotary", "candidate": "eager", "us": 5.0, "chosen": True},
+    ]
+    file = results.read(ROOT / "results/h100/ops.json")
+    results.write(tmp_path / "results/h100/ops.json", results.File(file.env, rows))
+    text = page.rewritten("x\n<!-- op: rms_norm -->\nold\n<!-- end -->\ny\n", tmp_path / "results")
+    assert "| a | 1,234 | **100.0** | ~~80.0~~ | 50% |" in text
+    assert "| b | 7.0 | - | - | - |" in text
+    assert "old" not in text
+    assert "| 5.0 |" not in text
+    assert page.rewritten(text, tmp_path / "results") == text
 
 
 def test_changed_sources_show_in_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:

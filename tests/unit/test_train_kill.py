@@ -48,8 +48,9 @@ PROGRAM = """
                 traceback.print_exc()
                 os._exit(3)
         if patience is not None:
-            if patience < 0:  # wait for a save to begin
-                while not saving(folder):
+            if patience < 0:  # wait for a save to begin, or for the end
+                ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                while not saving(folder) and os.waitid(os.P_PID, child, ended) is None:
                     time.sleep(0.0002)
             time.sleep(abs(patience))
             os.kill(child, signal.SIGKILL)

@@ -19,7 +19,6 @@ from bakeoff.bench.results import File
 __all__ = ["render", "replaced"]
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-OWN = "triton"
 NONE = "No measurements are committed yet."
 
 Cell = list[dict[str, Any]]
@@ -57,7 +56,7 @@ def _machine(file: File, name: str) -> str:
         "cells",
         "choice / plain",
         "choice / best",
-        f"{OWN} / best peer",
+        "ours / best peer",
         "worst cell",
         "lost",
     )
@@ -82,7 +81,7 @@ def _machine(file: File, name: str) -> str:
     if lost:
         lines += [
             "",
-            f"<details><summary>The {len(lost)} cells in which a peer is faster than {OWN}</summary>",
+            f"<details><summary>The {len(lost)} cells in which a peer is faster than ours</summary>",
             "",
             *lost,
             "",
@@ -99,7 +98,7 @@ def _machine(file: File, name: str) -> str:
 
 
 def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tuple[str, list[str]]:
-    """A line of the table, and the cells in which a peer beats our kernel."""
+    """A line of the table, and the cells in which a peer beats the fastest of our kernels."""
     against_eager, regrets = [], []
     ratios: list[tuple[float, str, dict[str, Any], dict[str, Any]]] = []
     for rows in members:
@@ -109,10 +108,11 @@ def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tup
         if chosen and incumbent:
             against_eager.append(chosen["us"] / incumbent["us"])
             regrets.append(chosen["us"] / min(row["us"] for row in timed.values() if row["verified"]))
-        peers = [row for name, row in timed.items() if name != OWN]
-        if OWN in timed and peers:
-            best = min(peers, key=lambda row: row["us"])
-            ratios.append((timed[OWN]["us"] / best["us"], rows[0]["case"], timed[OWN], best))
+        ours = [row for row in timed.values() if results.ours(row)]
+        peers = [row for row in timed.values() if not results.ours(row)]
+        if ours and peers:
+            mine, best = (min(rows, key=lambda row: row["us"]) for rows in (ours, peers))
+            ratios.append((mine["us"] / best["us"], rows[0]["case"], mine, best))
     texts = [f"{statistics.median(r):.2f}, {max(r):.2f}" if r else "-" for r in (against_eager, regrets)]
     way = "forward + backward" if direction == "both" else direction
     start = f"| {op} | {way} | {regime} | {len(members)} | {' | '.join(texts)}"

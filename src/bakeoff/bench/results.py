@@ -31,6 +31,7 @@ __all__ = [
     "current",
     "environment",
     "failed_row",
+    "ours",
     "read",
     "rows_of_verdict",
     "slug",
@@ -220,6 +221,13 @@ def current(row: dict[str, Any]) -> bool:
     if candidate is None:
         return False
     return not set(candidate.requires) <= {"triton"} or candidate.source_hash == row["source_hash"]
+
+
+def ours(row: dict[str, Any]) -> bool:
+    """Whether the candidate a row measured runs kernels of this package."""
+    op = _declared().get(row["op"])
+    candidate = op.by_name.get(row["candidate"]) if op else None
+    return candidate is not None and bool(candidate.launches)
 
 
 def slug(device: str) -> str:

@@ -14,7 +14,7 @@ from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 
-_SHORT = 1024  # the longest filter for which products are faster than FFTs, on an H100
+_SHORT = 256  # the longest filter for which products beat FFTs on longer rows, on an H100
 MOST_TAPS = 4  # of `direct`, which holds a sum for each
 
 
@@ -138,9 +138,9 @@ def _case(
 
 
 def heuristic(case: Case, regime: str) -> str:
-    """Our own wherever they can: few taps one after another, up to a thousand as products, more by FFTs."""
+    """Our own wherever they can: few taps one after another, short filters as products, others by FFTs."""
     del regime
-    short = min(case.h.shape[1], case.u.shape[1]) <= _SHORT
+    short = case.h.shape[1] <= _SHORT < case.u.shape[1]
     ranked = {"direct": _direct, "toeplitz": _toeplitz, "fft": _fft}
     names = ("direct", "toeplitz", "fft") if short else ("fft", "toeplitz")
     return next((name for name in names if ranked[name](case) is None), "eager")
@@ -165,6 +165,8 @@ def _direct(case: Case) -> str | None:
     """Why one product after another can't take these arguments."""
     if case.h.shape[1] > MOST_TAPS:
         return f"for filters of at most {MOST_TAPS} taps, not {case.h.shape[1]}"
+    if case.u.stride[2] != 1:
+        return "for channels side by side in memory: slow along time"
     return _kernels(case)
 
 

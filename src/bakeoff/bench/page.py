@@ -1,0 +1,77 @@
+"""Tables of an op's measurements on a page, from committed results: `python -m bakeoff.bench.page PAGE...`.
+
+A page has the lines ``<!-- op: NAME -->`` and ``<!-- end -->``; what is between them is written.
+"""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bakeoff.bench import results
+
+__all__ = ["render", "rewritten"]
+
+_PART = re.compile(r"(<!-- op: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_WAYS = {"forward": "Forward", "both": "Forward and backward"}
+
+
+def rewritten(page: str, folder: Path) -> str:
+    """`page` with every op's tables as `folder`'s results have them today."""
+    return _PART.sub(lambda found: f"{found[1]}{render(found[2], folder)}\n{found[3]}", page)
+
+
+def render(op: str, folder: Path) -> str:
+    """A table for each machine, direction and regime in which `op` was measured."""
+    tables = []
+    for path in sorted(folder.glob("*/ops.json")):
+        file = results.read(path)
+        groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        for row in file.rows:
+            if row.get("op") == op and row["us"] is not None:
+                groups[row["direction"], row["regime"]][row["case"]].append(row)
+        place = f"{folder.name}/{path.parent.name}/{path.name}"
+        for (direction, regime), cases in groups.items():
+            tables.append(
+                f"{_WAYS[direction]}, {regime}, in us; {file.env.device}, torch {file.env.torch} "
+                f"([{place}](../{place})).\n\n{_table(cases)}"
+            )
+    return "\n\n".join(tables)
+
+
+def _table(cases: dict[str, list[dict[str, Any]]]) -> str:
+    names = list(dict.fromkeys(row["candidate"] for rows in cases.values() for row in rows))
+    lines = [f"| case | {' | '.join(names)} | share of the limit |", "|---" * (len(names) + 2) + "|"]
+    for case, rows in cases.items():
+        by_name = {row["candidate"]: row for row in rows}
+        chosen = next((row for row in rows if row["chosen"]), None)
+        share = f"{chosen['share']:.0%}" if chosen else "-"
+        lines.append(f"| {case} | {' | '.join(_cell(by_name.get(name)) for name in names)} | {share} |")
+    return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    """A time: bold if chosen, struck out if its error or another fault put it out."""
+    if row is None:
+        return "-"
+    text = f"{row['us']:,.0f}" if row["us"] >= 100 else f"{row['us']:.1f}"
+    return f"**{text}**" if row["chosen"] else text if row["verified"] else f"~~{text}~~"
+
+
+@click.command()
+@click.argument("pages", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--results", "folder", type=click.Path(path_type=Path), default=Path("results"), show_default=True
+)
+def main(pages: tuple[Path, ...], folder: Path) -> None:
+    """Write every op's tables into PAGES."""
+    for page in pages:
+        page.write_text(rewritten(page.read_text("utf-8"), folder), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
