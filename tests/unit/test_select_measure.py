@@ -178,6 +178,8 @@ def test_inputs_rotate_through_more_than_the_cache() -> None:
     assert len(sets) == 10
     assert not torch.equal(sets[0][0][0], sets[1][0][0])
     assert len(input_sets(op, case, 10_000 * own)) == 64
+    slow = itertools.count()  # a second between any two looks at the clock
+    assert len(input_sets(op, case, 10 * own, lambda: float(next(slow)))) == 3
 
 
 # ------------------------------------------------------------------------------------------- decide
