@@ -5,6 +5,7 @@ group, and raises the first one's exception here. `body` is a module-level funct
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,6 +38,9 @@ def _rank(
         dist.barrier()
     finally:
         dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # PyTorch's threads have been seen to abort a process while the interpreter was taken down
 
 
 @pytest.fixture
