@@ -63,6 +63,7 @@ class Yardstick:
     eager: dict[str, Errors]
     terms: dict[str, float]
     """How many output elements stand behind one element of a result: the length of the sums in gradients."""
+    evenness: dict[str, float]
     aliases: set[int]
     """Outputs that share memory with an argument in plain PyTorch too."""
 
@@ -112,7 +113,8 @@ def _yardstick(op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str
     dtypes = {name: tensor.dtype for name, tensor in got.items()}
     most = max((dy.numel() for dy in cotangents), default=0)
     terms = {name: max(1.0, most / max(tensor.numel(), 1)) for name, tensor in got.items()}
-    return Yardstick(where, args, cotangents, names, exact, dtypes, eager, terms, aliases)
+    evenness = {name: _evenness(tensor) for name, tensor in exact.items()}
+    return Yardstick(where, args, cotangents, names, exact, dtypes, eager, terms, evenness, aliases)
 
 
 def _float64_errors(
@@ -233,7 +235,7 @@ def _judge(name: str, tensor: torch.Tensor, stick: Yardstick) -> Errors:
     floors = Errors(
         store / 2 + 4 * unit + chain,
         store / 16 + 2 * unit + chain / 4,
-        store / 32 + 2 * unit + (store + chain / 4) / _evenness(exact) ** 0.5,
+        store / 32 + 2 * unit + (store + chain / 4) / stick.evenness[name] ** 0.5,
     )
     for norm in ("max", "rms", "gain"):
         mine, bound = getattr(errors, norm), FACTOR * getattr(eager, norm) + getattr(floors, norm)

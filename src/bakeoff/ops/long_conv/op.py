@@ -14,7 +14,7 @@ from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 
-_SHORT = 256  # the longest filter for which products beat FFTs on longer rows, on an H100
+_SHORT = 64  # the longest filter for which products were seen to beat FFTs on longer rows, on an H100
 MOST_TAPS = 4  # of `direct`, which holds a sum for each
 
 
