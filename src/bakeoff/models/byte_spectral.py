@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from bakeoff.models import llm_med
 from bakeoff.models.checks import check_fields, check_ids, check_kind, check_sampling, check_symbols
-from bakeoff.models.llm_med import MLP, Attention, Sampling, sample
+from bakeoff.models.llm_med import MLP, Sampling, attend, sample
 from bakeoff.nn import HasRotaryTables, RMSNorm
 from bakeoff.nn.filters import MinimumPhase, Past, Poles, Taps, WholeRow
 from bakeoff.ops import byte_spectral, long_conv
@@ -117,10 +117,6 @@ class Config(
         return 256
 
     @property
-    def n_kv_heads(self) -> int:
-        return self.heads
-
-    @property
     def head_dim(self) -> int:
         return self.d_model // self.heads
 
@@ -158,26 +154,32 @@ def _filter(config: Config) -> Poles | Taps | WholeRow:
 
 
 class Mixer(nn.Module):
-    """out(q * (h * (k v))), q, k, v behind a causal convolution of 4 taps."""
+    """out(q * (h * (k v))), or attention instead, with q, k, v behind a causal convolution of 4 taps."""
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         D = config.d_model
-        self.layer = layer
+        self.layer, self.head_dim = layer, config.head_dim
         self.qkv = nn.Linear(D, 3 * D, bias=False)
         self.short = nn.Parameter(torch.zeros(3 * D, _SHORT))
-        self.filter = _filter(config)
+        self.filter = None if config.attends(layer) else _filter(config)
         self.out = nn.Linear(D, D, bias=False)
         with torch.no_grad():
             self.short[:, 0] = 1.0  # at first q, k and v as they are
 
-    def forward(self, x: Tensor, past: Past | None) -> Tensor:
-        """x [B, T, D]; returns [B, T, D]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
+        """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
+        past = None if cache is None else cache.past
         x = self.qkv(x)
         whole, before = (x, 0) if past is None else past.behind(f"{self.layer} short", x, _SHORT - 1)
         mixed = long_conv(whole, self.short)
         q, k, v = (mixed[:, before:] if before else mixed).chunk(3, dim=-1)
-        out: Tensor = self.out(self.filter(k, v, q, past, f"{self.layer} filter"))
+        if self.filter is not None:
+            y = self.filter(k, v, q, past, f"{self.layer} filter")
+        else:
+            q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+            y = attend(q, k, v, cos, sin, None if cache is None else cache.attention, self.layer)
+        out: Tensor = self.out(y)
         return out
 
 
@@ -187,9 +189,7 @@ class Block(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.d_model, config.norm_eps)
-        attends = config.attends(layer)
-        self.attention = Attention(config, layer) if attends else None  # type: ignore[arg-type]
-        self.mixer = None if attends else Mixer(config, layer)
+        self.mixer = Mixer(config, layer)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MLP(config)  # type: ignore[arg-type]
 
@@ -200,11 +200,7 @@ class Block(nn.Module):
             h, residual = self.mixer_norm(x), x
         else:
             h, residual = self.mixer_norm(x, residual)
-        if self.attention is not None:
-            x = self.attention(h, cos, sin, None if cache is None else cache.attention)
-        elif self.mixer is not None:
-            x = self.mixer(h, None if cache is None else cache.past)
-        h, residual = self.mlp_norm(x, residual)
+        h, residual = self.mlp_norm(self.mixer(h, cos, sin, cache), residual)
         return self.mlp(h), residual
 
 

@@ -141,21 +141,28 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
-        b, t, _ = x.shape
-        heads = self.qkv(x).view(b, t, -1, self.head_dim)
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        q, k = rotary(q, k, cos, sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mask, prefix = None, cache.length if cache is not None else 0
-        if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
-            if prefix and t > 1:  # rows behind a prefix see it and what precedes them
-                mask = torch.ones(t, prefix + t, dtype=torch.bool, device=x.device).tril(prefix)
-        y = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=not prefix, enable_gqa=self.kv_heads != self.heads
-        )
-        out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, -1))
+        out: Tensor = self.out(attend(q, k, v, cos, sin, cache, self.layer))
         return out
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None, layer: int
+) -> Tensor:
+    """Causal attention [B, T, H E] of q [B, T, H, E] to k, v [B, T, K, E] and to what `cache` holds of this
+    layer; cos, sin [T, E/2] of these positions."""
+    q, k = rotary(q, k, cos, sin)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    t = q.shape[2]
+    mask, prefix = None, cache.length if cache is not None else 0
+    if cache is not None:
+        k, v = cache.extend(layer, k, v)
+        if prefix and t > 1:  # rows behind a prefix see it and what precedes them
+            mask = torch.ones(t, prefix + t, dtype=torch.bool, device=q.device).tril(prefix)
+    shared = k.shape[1] != q.shape[1]
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not prefix, enable_gqa=shared)
+    return y.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):

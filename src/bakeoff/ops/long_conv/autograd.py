@@ -7,7 +7,7 @@ import torch
 from bakeoff.ops.long_conv.direct import Direct
 from bakeoff.ops.long_conv.fft import FFT
 from bakeoff.ops.long_conv.rows import room_like
-from bakeoff.ops.long_conv.run import Method, OnRows
+from bakeoff.ops.long_conv.run import Arguments, Method, OnRows
 from bakeoff.ops.long_conv.toeplitz import TOEPLITZ
 
 __all__ = ["direct", "fft", "toeplitz"]
@@ -23,7 +23,7 @@ class _LongConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, method: str) -> Any:
         keep = gate_out is not None and ctx.needs_input_grad[4]
-        out, y = _METHODS[method].forward(u, h, skip, gate_in, gate_out, keep)
+        out, y = _METHODS[method].forward(Arguments(u, h, skip, gate_in, gate_out), keep)
         ctx.method = method
         ctx.save_for_backward(u, h, skip, gate_in, gate_out, y)
         return out
@@ -48,9 +48,8 @@ class _Recorded(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, dout: Any) -> tuple[torch.Tensor | None, ...]:
-    u, h, skip, gate_in, gate_out, y = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
-    return (*_METHODS[ctx.method].backward(dout, u, h, skip, gate_in, gate_out, y, wanted), None)
+    *given, y = ctx.saved_tensors
+    return (*_METHODS[ctx.method].backward(dout, Arguments(*given), y, ctx.needs_input_grad), None)
 
 
 @torch.library.custom_op("bakeoff::long_conv_forward", mutates_args=())
@@ -63,7 +62,7 @@ def _forward_op(
     keep: bool,
     method: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, y = _METHODS[method].forward(u, h, skip, gate_in, gate_out, keep)
+    out, y = _METHODS[method].forward(Arguments(u, h, skip, gate_in, gate_out), keep)
     return out, u.new_empty(0) if y is None else y
 
 
@@ -85,7 +84,7 @@ def _backward_op(
     wanted: list[bool],
     method: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = _METHODS[method].backward(dout, u, h, skip, gate_in, gate_out, y, wanted)
+    found = _METHODS[method].backward(dout, Arguments(u, h, skip, gate_in, gate_out), y, wanted)
     du, dh, dskip, din, dgate = (u.new_empty(0) if g is None else g for g in found)
     return du, dh, dskip, din, dgate
 
@@ -122,38 +121,31 @@ def _gradients_op(ctx: Any, dout: Any, _: Any) -> Any:
 _forward_op.register_autograd(_gradients_op, setup_context=_save)
 
 
-def _convolved(
-    method: str,
-    u: torch.Tensor,
-    h: torch.Tensor,
-    skip: torch.Tensor | None,
-    gate_in: torch.Tensor | None,
-    gate_out: torch.Tensor | None,
-) -> torch.Tensor:
-    given = [t for t in (u, h, skip, gate_in, gate_out) if t is not None]
-    grad = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+def _convolved(method: str, given: Arguments) -> torch.Tensor:
+    gate = given.gate_out
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in given if x is not None)
     if torch.compiler.is_compiling():
-        keep = grad and gate_out is not None and gate_out.requires_grad
-        out: torch.Tensor = _forward_op(u, h, skip, gate_in, gate_out, keep, method)[0]
+        keep = grad and gate is not None and gate.requires_grad
+        out: torch.Tensor = _forward_op(*given, keep, method)[0]
         return out
     if grad:
-        return _LongConv.apply(u, h, skip, gate_in, gate_out, method)  # type: ignore[no-any-return, no-untyped-call]
-    return _METHODS[method].forward(u, h, skip, gate_in, gate_out, False)[0]
+        return _LongConv.apply(*given, method)  # type: ignore[no-any-return, no-untyped-call]
+    return _METHODS[method].forward(given, False)[0]
 
 
 def direct(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) -> torch.Tensor:
     """The ``direct`` candidate; `causal` is True, as its declaration asks for."""
     del causal
-    return _convolved("direct", u, h, skip, gate_in, gate_out)
+    return _convolved("direct", Arguments(u, h, skip, gate_in, gate_out))
 
 
 def toeplitz(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) -> torch.Tensor:
     """The ``toeplitz`` candidate; `causal` is True, as its declaration asks for."""
     del causal
-    return _convolved("toeplitz", u, h, skip, gate_in, gate_out)
+    return _convolved("toeplitz", Arguments(u, h, skip, gate_in, gate_out))
 
 
 def fft(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) -> torch.Tensor:
     """The ``fft`` candidate; `causal` is True, as its declaration asks for."""
     del causal
-    return _convolved("fft", u, h, skip, gate_in, gate_out)
+    return _convolved("fft", Arguments(u, h, skip, gate_in, gate_out))

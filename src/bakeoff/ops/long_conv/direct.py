@@ -1,16 +1,15 @@
 """A few taps, one product after another: the launches of `kernels.direct`."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from bakeoff.launch import Launcher
+from bakeoff.launch import Launcher, multiprocessors
 from bakeoff.ops.long_conv.kernels import direct
 from bakeoff.ops.long_conv.kernels.direct import CHANNELS, TIMES, WARPS, WAVES
 from bakeoff.ops.long_conv.rows import channels_last, room_like
-from bakeoff.ops.long_conv.run import Gradients
+from bakeoff.ops.long_conv.run import Arguments, Gradients
 
 __all__ = ["Direct"]
 
@@ -22,56 +21,40 @@ class Direct:
 
     keeps = False
 
-    def forward(
-        self,
-        u: Tensor,
-        h: Tensor,
-        skip: Tensor | None,
-        gate_in: Tensor | None,
-        gate_out: Tensor | None,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, given: Arguments, keep: bool) -> tuple[Tensor, Tensor | None]:
         """(the output, None)."""
         del keep
-        out = room_like(u)
+        out, h = room_like(given.u), given.h
         last = channels_last(out)
-        u, gate_in, gate_out = (_laid_out(x, last) for x in (u, gate_in, gate_out))  # type: ignore[assignment]
+        u = _laid_out(given.u, last)
+        gate_in, gate_out = _optional(given.gate_in, last), _optional(given.gate_out, last)
         unit = _unit(last, u, gate_in, gate_out, out)
         steps = [_steps(x, last, unit) for x in (u, gate_in, gate_out, out)]
         (tiles, columns), sizes = _cut(u, last, unit)
         _forward(
             (tiles, columns, 1),
-            u, h, _dense(skip), gate_in, gate_out, out, *sizes, *sum(steps, ()), *h.stride(),
+            u, h, _dense(given.skip), gate_in, gate_out, out, *sizes, *sum(steps, ()), *h.stride(),
             TAPS=_taps(u, h), LAST=last, UNIT=unit, TIMES=TIMES, CHANNELS=CHANNELS, num_warps=WARPS,
         )  # fmt: skip
         return out, None
 
-    def backward(
-        self,
-        dout: Tensor,
-        u: Tensor,
-        h: Tensor,
-        skip: Tensor | None,
-        gate_in: Tensor | None,
-        gate_out: Tensor | None,
-        y: Tensor | None,
-        wanted: Sequence[bool],
-    ) -> Gradients:
+    def backward(self, dout: Tensor, given: Arguments, y: Tensor | None, wanted: Sequence[bool]) -> Gradients:
         """The gradients that are `wanted`, in the arguments' order."""
         del y
-        room = room_like(u)
+        h, skip, room = given.h, given.skip, room_like(given.u)
         last = channels_last(room)
         du = room if wanted[0] else None
-        dgate_in, dgate_out = (room_like(u) if want else None for want in wanted[3:5])
+        dgate_in, dgate_out = (room_like(room) if want else None for want in wanted[3:5])
+        dout, u = _laid_out(dout, last), _laid_out(given.u, last)
+        gate_in, gate_out = _optional(given.gate_in, last), _optional(given.gate_out, last)
+        read = (dout, u, gate_in, gate_out)
         taps = _taps(u, h)
-        given = [_laid_out(x, last) for x in (dout, u, gate_in, gate_out)]
-        unit = _unit(last, *given, room)
-        steps = [_steps(x, last, unit) for x in (*given, room)]
+        unit = _unit(last, *read, room)
+        steps = [_steps(x, last, unit) for x in (*read, room)]
         (tiles, columns), sizes = _cut(u, last, unit)
-        programs = min(tiles, -(-_multiprocessors(u.device) * WAVES // columns))
+        programs = min(tiles, -(-multiprocessors(u.get_device()) * WAVES // columns))
         tunes = wanted[1] or wanted[2]
         partial = u.new_empty((programs, taps, u.shape[2]), dtype=torch.float32) if tunes else None
-        dout, u, gate_in, gate_out = given  # type: ignore[assignment]
         _backward(
             (programs, columns, 1),
             dout, u, h, _dense(skip), gate_in, gate_out, du, dgate_in, dgate_out, partial,
@@ -80,13 +63,6 @@ class Direct:
         )  # fmt: skip
         dh, dskip = (None, None) if partial is None else _filters(partial, h, skip)
         return Gradients(du, dh, dskip, dgate_in, dgate_out)
-
-
-@lru_cache(maxsize=16)
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2  # interpreted
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _filters(partial: Tensor, h: Tensor, skip: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -109,11 +85,15 @@ def _cut(u: Tensor, last: bool, unit: int) -> tuple[tuple[int, int], tuple[int, 
     return (tiles * B, -(-C // CHANNELS)), sizes
 
 
-def _laid_out(x: Tensor | None, last: bool) -> Tensor | None:
+def _laid_out(x: Tensor, last: bool) -> Tensor:
     """x with a step of 1 along the channels if they come `last`, else along time; a copy if need be."""
-    if x is None or x.stride(2 if last else 1) == 1:
+    if x.stride(2 if last else 1) == 1:
         return x
     return x.contiguous() if last else x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _optional(x: Tensor | None, last: bool) -> Tensor | None:
+    return None if x is None else _laid_out(x, last)
 
 
 def _dense(skip: Tensor | None) -> Tensor | None:

@@ -7,7 +7,17 @@ from torch import Tensor
 
 from bakeoff.ops.long_conv.rows import empty_rows, result, rows, unpack
 
-__all__ = ["Convolver", "Gradients", "Method", "OnRows"]
+__all__ = ["Arguments", "Convolver", "Gradients", "Method", "OnRows"]
+
+
+class Arguments(NamedTuple):
+    """As the op takes them: u, gate_in, gate_out [B, T, C], h [C, L], skip [C]."""
+
+    u: Tensor
+    h: Tensor
+    skip: Tensor | None
+    gate_in: Tensor | None
+    gate_out: Tensor | None
 
 
 class Gradients(NamedTuple):
@@ -26,28 +36,10 @@ class Method(Protocol):
     keeps: bool
     """Whether `forward` returns, when asked to keep it, what `gate_out` multiplied."""
 
-    def forward(
-        self,
-        u: Tensor,
-        h: Tensor,
-        skip: Tensor | None,
-        gate_in: Tensor | None,
-        gate_out: Tensor | None,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, given: Arguments, keep: bool) -> tuple[Tensor, Tensor | None]:
         """(the output, and if `keep` what `backward` takes as y)."""
 
-    def backward(
-        self,
-        dout: Tensor,
-        u: Tensor,
-        h: Tensor,
-        skip: Tensor | None,
-        gate_in: Tensor | None,
-        gate_out: Tensor | None,
-        y: Tensor | None,
-        wanted: Sequence[bool],
-    ) -> Gradients:
+    def backward(self, dout: Tensor, given: Arguments, y: Tensor | None, wanted: Sequence[bool]) -> Gradients:
         """The gradients that are `wanted`, in the arguments' order."""
 
 
@@ -77,33 +69,17 @@ class OnRows:
     def __init__(self, convolver: Convolver) -> None:
         self.convolver = convolver
 
-    def forward(
-        self,
-        u: Tensor,
-        h: Tensor,
-        skip: Tensor | None,
-        gate_in: Tensor | None,
-        gate_out: Tensor | None,
-        keep: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, given: Arguments, keep: bool) -> tuple[Tensor, Tensor | None]:
         """(the output, and if `keep` what `gate_out` multiplied, which is its gradient's other factor)."""
-        v = rows(u, gate_in)
+        u, gate_out = given.u, given.gate_out
+        v = rows(u, given.gate_in)
         out, y = _room(u, gate_out is None and not keep)
-        self.convolver.convolve(v, h, skip, y, u.shape[1])
+        self.convolver.convolve(v, given.h, given.skip, y, u.shape[1])
         return (out, None) if out is not None else unpack(y, u, gate_out, both=keep)
 
-    def backward(
-        self,
-        dout: Tensor,
-        u: Tensor,
-        h: Tensor,
-        skip: Tensor | None,
-        gate_in: Tensor | None,
-        gate_out: Tensor | None,
-        y: Tensor | None,
-        wanted: Sequence[bool],
-    ) -> Gradients:
+    def backward(self, dout: Tensor, given: Arguments, y: Tensor | None, wanted: Sequence[bool]) -> Gradients:
         """The gradients that are `wanted`, in the arguments' order."""
+        u, h, skip, gate_in, gate_out = given
         du = dh = dskip = dgate_in = None
         moves, tunes = wanted[0] or wanted[3], wanted[1] or wanted[2]
         if moves or tunes:

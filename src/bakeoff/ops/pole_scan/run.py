@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from bakeoff.launch import Launcher
+from bakeoff.launch import Launcher, multiprocessors
 from bakeoff.ops.pole_scan import kernels
 from bakeoff.ops.pole_scan.kernels import CHUNK, UNROLL, Tiling, backward, edges, forward, padded, poles
 from bakeoff.ops.pole_scan.kernels.poles import TABLE_ROWS
@@ -37,17 +37,10 @@ class Scanned(NamedTuple):
     """[B, G, 2, poles, C]: the state at each of G chunks' beginning."""
 
 
-@lru_cache
-def _multiprocessors(device: int) -> int:
-    if device < 0:  # the interpreter
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @lru_cache(maxsize=4096)
 def _tiling(B: int, T: int, C: int, K: int, device: int) -> Tiling:
     lanes = 64 if torch.version.hip else 32
-    return kernels.tiling(B, T, C, K, _multiprocessors(device), lanes)
+    return kernels.tiling(B, T, C, K, multiprocessors(device), lanes)
 
 
 def cut(u: torch.Tensor, coef: torch.Tensor) -> Tiling:
