@@ -11,7 +11,17 @@ from pathlib import Path
 import msgspec
 import torch
 
-__all__ = ["Ceilings", "Facts", "ceilings", "disturbance", "facts", "l2_bytes", "limit_us", "pulse"]
+__all__ = [
+    "Ceilings",
+    "Facts",
+    "ceilings",
+    "disturbance",
+    "facts",
+    "l2_bytes",
+    "limit_us",
+    "multiprocessors",
+    "pulse",
+]
 
 DRIFT = 0.05  # a pulse that changes by more than this says that clocks or load moved
 
@@ -70,6 +80,12 @@ def facts(device: str = "cuda") -> Facts:
         )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     return Facts(_cpu_name(), os.cpu_count() or 1, memory, cuda="none", **versions)
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Of the GPU of this index; 4 for -1, the CPU, where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
 
 
 @functools.cache

@@ -10,13 +10,12 @@ same call runs the interpreted kernel.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 from triton import knobs
 
-__all__ = ["Launcher", "launches", "multiprocessors"]
+__all__ = ["Launcher", "launches"]
 
 _count = 0
 
@@ -24,12 +23,6 @@ _count = 0
 def launches() -> int:
     """Launches made through this module so far: the proof that a candidate's own kernel ran."""
     return _count
-
-
-@lru_cache
-def multiprocessors(device: int) -> int:
-    """Of the GPU of this index; 4 for -1, the CPU, where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
 
 
 class Launcher:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bakeoff.launch import Launcher, multiprocessors
+from bakeoff.hardware import multiprocessors
+from bakeoff.launch import Launcher
 from bakeoff.ops.long_conv.kernels import direct
 from bakeoff.ops.long_conv.kernels.direct import CHANNELS, TIMES, WARPS, WAVES
 from bakeoff.ops.long_conv.rows import channels_last, room_like

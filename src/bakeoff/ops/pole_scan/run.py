@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from bakeoff.launch import Launcher, multiprocessors
+from bakeoff.hardware import multiprocessors
+from bakeoff.launch import Launcher
 from bakeoff.ops.pole_scan import kernels
 from bakeoff.ops.pole_scan.kernels import CHUNK, UNROLL, Tiling, backward, edges, forward, padded, poles
 from bakeoff.ops.pole_scan.kernels.poles import TABLE_ROWS
