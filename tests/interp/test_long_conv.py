@@ -129,10 +129,10 @@ def test_rows_longer_than_the_chip_holds(candidate, monkeypatch, T, L, dtype):
 
 @pytest.mark.parametrize("candidate", ["fft"], indirect=True)
 @pytest.mark.parametrize("outer", [1, 2])
-@pytest.mark.parametrize("registers", [False, True])
-def test_spectra_in_global_memory(candidate, monkeypatch, outer, registers):
-    """With more channels than blocks, so that each takes turns at several."""
-    tuning = Plan(512, 1).tuning._replace(blocks=(1, 1), filter_shared=False, sum_registers=registers)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_pairs_with_and_without_room_for_the_filter(monkeypatch, candidate, outer, keeps):
+    """With more channels than blocks fit, so that a block has several pairs."""
+    tuning = Plan(512, 1).tuning._replace(blocks=(1, 1), keeps=keeps)
     monkeypatch.setattr(plan_room, "_TUNINGS", {512: tuning})
     check(candidate, tensors(5, 256 * outer, 5, 256 * outer, optional=(True, False, False)))
 

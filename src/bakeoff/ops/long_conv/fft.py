@@ -112,16 +112,13 @@ class _Call:
 
     def differentiate(self, x: Tensor, dy: Tensor, dx: Tensor | None) -> Tensor:
         """The gradient of h in float32, and that of x into `dx` if it is given."""
-        how, tuning = self.plan, self.plan.tuning
-        room = self._room(tuning.blocks[1])
-        shares = _shares(self.C * how.outer, self.pairs, room, 3, 2)
-        blocks, keeps = self.C * how.outer * shares, not (tuning.filter_shared and tuning.sum_registers)
-        if keeps:
-            blocks = min(blocks, room)  # so that what they keep stays in the L2 cache
-        sums, kept = self._floats(shares, self.C, self.L), self._floats(blocks if keeps else 0, 2, how.n, 2)
+        how = self.plan
+        pair, filters = (3, 2) if how.tuning.keeps else (5, 0)
+        shares = _shares(self.C * how.outer, self.pairs, self._room(how.tuning.blocks[1]), pair, filters)
+        sums = self._floats(shares, self.C, self.L)
         self.kernels.launch(
-            "differentiate", blocks, how.threads, how.shared[1],
-            x, dy, self.taps, self.skips, self._floats(0) if dx is None else dx, sums, kept,
+            "differentiate", self.C * how.outer * shares, how.threads, how.shared[1],
+            x, dy, self.taps, self.skips, self._floats(0) if dx is None else dx, sums,
             *self._parts(self.pairs + shares), self.twiddles,
             self.B, self.T, self.L, self.C, shares,
             *_steps(x), *_steps(dy), *_steps(dy if dx is None else dx),

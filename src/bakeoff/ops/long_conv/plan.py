@@ -15,19 +15,17 @@ class Tuning(NamedTuple):
     then for imaginary ones."""
     blocks: tuple[int, int]
     """Wanted on a multiprocessor at a time by `convolve` and `differentiate`: they bound the registers."""
-    filter_shared: bool
-    """Whether `differentiate` keeps the filter's spectrum in shared, not in global memory."""
-    sum_registers: bool
-    """Whether `differentiate` keeps the spectrum of the filter's gradient in registers, not there either."""
+    keeps: bool
+    """Whether `differentiate` has room for the filter's spectrum, and for the sum of its gradient's."""
 
 
 _TUNINGS = {
-    512: Tuning((8, 8, 8), 1, (16, 12), True, True),
-    1024: Tuning((16, 8, 8), 1, (12, 8), True, True),
-    2048: Tuning((16, 16, 8), 1, (6, 4), True, True),
-    4096: Tuning((16, 16, 16), 1, (3, 2), True, True),
-    8192: Tuning((32, 16, 16), 2, (2, 1), False, True),
-    16384: Tuning((32, 32, 16), 0, (1, 1), False, False),
+    512: Tuning((8, 8, 8), 1, (16, 12), True),
+    1024: Tuning((16, 8, 8), 1, (12, 8), True),
+    2048: Tuning((16, 16, 8), 1, (6, 4), True),
+    4096: Tuning((16, 16, 16), 1, (3, 2), True),
+    8192: Tuning((32, 16, 16), 2, (2, 2), False),
+    16384: Tuning((32, 32, 16), 0, (1, 1), False),
 }
 _LONGEST_OUTER = 32
 
@@ -54,11 +52,10 @@ class Plan(NamedTuple):
     @property
     def options(self) -> list[str]:
         """Of the compiler."""
-        (r1, r2, r3), rounds, (blocks, backward_blocks), filter_shared, sum_registers = self.tuning
+        (r1, r2, r3), rounds, (blocks, backward_blocks), keeps = self.tuning
         given = {
             "N": self.n, "E": r1, "R1": r1, "R2": r2, "R3": r3, "OUTER": self.outer, "HALF": self.half,
-            "ROUNDS": rounds, "BLOCKS": blocks, "BACKWARD_BLOCKS": backward_blocks,
-            "FILTER_SHARED": filter_shared, "SUM_REGISTERS": sum_registers,
+            "ROUNDS": rounds, "BLOCKS": blocks, "BACKWARD_BLOCKS": backward_blocks, "KEEPS": keeps,
         }  # fmt: skip
         return [f"-D{name}={int(value)}" for name, value in given.items()]
 
@@ -69,7 +66,7 @@ class Plan(NamedTuple):
         rounds = self.tuning.rounds
         room = self.n // 32 * 33 if rounds == 0 else 2 * (self.n // rounds // 16 * 17)
         rest = room + 2 * (self.threads // 32)
-        spectra = 1 + self.tuning.filter_shared
+        spectra = 1 + self.tuning.keeps
         return 4 * (rest + 2 * self.n), 4 * (rest + 2 * self.n * spectra)
 
 

@@ -18,9 +18,9 @@
 //
 // Compiled with -D for: N, E, R1, R2, R3, OUTER (powers of 2, R1 R2 R3 = N, R1 = E the largest); HALF, whether rows
 // fill no more than half of N OUTER, as filters always do; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BLOCKS and
-// BACKWARD_BLOCKS (wanted on a multiprocessor at a time, by `convolve` and by `differentiate`); FILTER_SHARED and
-// SUM_REGISTERS, where `differentiate` keeps the filter's spectrum and the sum, which otherwise lie in global
-// memory; and DATA, one of 0 (float32), 1 (bfloat16), 2 (float16).
+// BACKWARD_BLOCKS (wanted on a multiprocessor at a time, by `convolve` and by `differentiate`); KEEPS, whether
+// `differentiate` has room for the filter's spectrum and the sum of its gradient's; and DATA, one of 0 (float32),
+// 1 (bfloat16), 2 (float16).
 
 #define THREADS (N / E)
 #define WARPS (THREADS / 32)
@@ -351,9 +351,8 @@ DEVICE void weigh(Values &z, int t, Pair rows, float2 by, int T, const float2 *t
     if (by.y == 0.f) UNROLL for (int k = 0; k < HELD; k++) z.im[k] = 0.f;
 }
 
-// The spectrum of a filter divided by N OUTER, or with sign = -1 its conjugate, thread by thread.
-DEVICE void spectrum(float2 *kept, int t, const float *h, int L, int sign, word_t *room, const float2 *tables) {
-    Values z;
+// The spectrum of a filter, as `forward` leaves it.
+DEVICE void spectrum(Values &z, int t, const float *h, int L, word_t *room, const float2 *tables) {
     UNROLL for (int k = 0; k < E; k++) z.re[k] = z.im[k] = 0.f;
     for (int n = 0; n < (OUTER + 1) / 2; n++) {
         float2 w = tables[n];
@@ -364,32 +363,49 @@ DEVICE void spectrum(float2 *kept, int t, const float *h, int L, int sign, word_
         }
     }
     forward<(OUTER > 1)>(z, t, room, tables);
-    UNROLL for (int e = 0; e < E; e++)
-        kept[e * THREADS + t] = make_float2(z.re[e] * (1.f / TOTAL), z.im[e] * (sign * (1.f / TOTAL)));
 }
 
-// Leaves one of the OUTER parts of two rows in `parts`. True in the block that is the last to do so, which finds
-// all of them there; `count` is 0 before the first. Blocks don't wait for each other.
-DEVICE bool leave(const Values &z, int t, int part, float2 *parts, unsigned *count) {
-    UNROLL for (int k = 0; k < E; k++)
-        parts[part * N + t + k * THREADS] = make_float2(z.re[reversed<R1>(k)], z.im[reversed<R1>(k)]);
+// Keeps a filter's spectrum divided by N OUTER, or with sign = -1 its conjugate, thread by thread.
+DEVICE void keep(float2 *filter, int t, const Values &z, int sign) {
+    UNROLL for (int e = 0; e < E; e++)
+        filter[e * THREADS + t] = make_float2(z.re[e] * (1.f / TOTAL), z.im[e] * (sign * (1.f / TOTAL)));
+}
+
+// Leaves one of the OUTER parts of two rows in `parts`, added to what is there if there is `more`.
+DEVICE void leave(const Values &z, int t, int part, float2 *parts, bool more) {
+    UNROLL for (int k = 0; k < E; k++) {
+        float2 &place = parts[part * N + t + k * THREADS], before = more ? place : make_float2(0.f, 0.f);
+        place = make_float2(before.x + z.re[reversed<R1>(k)], before.y + z.im[reversed<R1>(k)]);
+    }
+}
+
+// True in the block that is the last of OUTER to come here, which finds there what all of them have left; `count`
+// is 0 before the first. Blocks don't wait for each other.
+DEVICE bool last(int t, unsigned *count) {
     __threadfence();
     __syncthreads();
-    bool last = __syncthreads_or(t == 0 && atomicAdd(count, 1u) == OUTER - 1);
+    bool found = __syncthreads_or(t == 0 && atomicAdd(count, 1u) == OUTER - 1);
     __threadfence();
-    return last;
+    return found;
 }
 
-// Place m of every segment of two rows, from their parts; that of segment n lies at reversed(n).
-DEVICE void combine(float *re, float *im, int m, const float2 *parts, const float2 *twiddles) {
-    float2 powers[5];
-    look_up<OUTER>(powers, twiddles + INVERSE_OUTER, N, m);
-    UNROLL for (int k = 0; k < OUTER; k++) {
-        float2 part = __ldcg(parts + k * N + m);
-        re[k] = part.x;
-        im[k] = part.y;
+// The values of two rows at some places of every segment, from their parts: the one of segment n at reversed(n).
+// Several places at a time, whose loads wait together.
+#define PLACES (OUTER < 8 ? 8 / OUTER : 1)
+struct Places {
+    float re[PLACES][OUTER], im[PLACES][OUTER];
+};
+DEVICE void combine(Places &z, int m, const float2 *parts, const float2 *twiddles) {
+    UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int k = 0; k < OUTER; k++) {
+        float2 part = __ldcg(parts + k * N + m + i * THREADS);
+        z.re[i][k] = part.x;
+        z.im[i][k] = part.y;
     }
-    transform<OUTER, true>(im, re, powers);
+    UNROLL for (int i = 0; i < PLACES; i++) {
+        float2 powers[5];
+        look_up<OUTER>(powers, twiddles + INVERSE_OUTER, N, m + i * THREADS);
+        transform<OUTER, true>(z.im[i], z.re[i], powers);
+    }
 }
 
 // Two rows of a result, and whether the second is wanted.
@@ -421,15 +437,17 @@ DEVICE void store(Values &z, int t, Pair from, float skip, float2 scale, Result 
 // The same for rows in OUTER parts.
 DEVICE void store_parts(const float2 *parts, int t, Pair from, float skip, float2 scale, Result to, int T,
                         const float2 *twiddles) {
-    for (int m = t; m < N; m += THREADS) {
-        float re[OUTER], im[OUTER];
-        combine(re, im, m, parts, twiddles);
-        UNROLL for (int n = 0; n < SEGMENTS; n++) {
-            int at = n * N + m, k = reversed<OUTER>(n);
-            if (at >= T) break;
-            to.first[at] = narrowed(re[k] * scale.x + (skip != 0.f ? skip * widened(from.first[at]) : 0.f));
-            if (to.pair)
-                to.second[at] = narrowed(im[k] * scale.y + (skip != 0.f ? skip * widened(from.second[at]) : 0.f));
+    for (int m = t; m < N; m += PLACES * THREADS) {
+        Places z;
+        combine(z, m, parts, twiddles);
+        UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int n = 0; n < SEGMENTS; n++) {
+            int at = n * N + m + i * THREADS, k = reversed<OUTER>(n);
+            if (at >= T) continue;
+            float first = skip != 0.f ? skip * widened(from.first[at]) : 0.f;
+            to.first[at] = narrowed(z.re[i][k] * scale.x + first);
+            if (!to.pair) continue;
+            float second = skip != 0.f ? skip * widened(from.second[at]) : 0.f;
+            to.second[at] = narrowed(z.im[i][k] * scale.y + second);
         }
     }
 }
@@ -437,10 +455,12 @@ DEVICE void store_parts(const float2 *parts, int t, Pair from, float skip, float
 // What becomes of two rows' inverse transform; `row` is their number.
 DEVICE void finish(Values &z, int t, int part, Pair from, float skip, float2 scale, Result to, int T, float2 *parts,
                    unsigned *counts, long long row, const float2 *twiddles) {
-    if (OUTER == 1)
+    if (OUTER == 1) {
         store(z, t, from, skip, scale, to, T);
-    else if (leave(z, t, part, parts + row * TOTAL, counts + row))
-        store_parts(parts + row * TOTAL, t, from, skip, scale, to, T, twiddles);
+        return;
+    }
+    leave(z, t, part, parts + row * TOTAL, false);
+    if (last(t, counts + row)) store_parts(parts + row * TOTAL, t, from, skip, scale, to, T, twiddles);
 }
 
 // y = h * x + skip x, with sign = -1 correlated with h. A block has one part of every SHARES-th pair of a
@@ -458,12 +478,13 @@ convolve(const data_t *x, const float *h, const float *skips, data_t *y, float2 
     long long c = blockIdx.x / OUTER / shares;
     float skip = skips ? skips[c] : 0.f;
     const float2 *tables = twiddles + PARTS + part * PART;
-    spectrum(filter, t, h + c * L, L, sign, room, tables);
+    Values z;
+    spectrum(z, t, h + c * L, L, room, tables);
+    keep(filter, t, z, sign);
     for (int b = blockIdx.x / OUTER % shares * 2; b < B; b += 2 * shares) {
         refresh(t);
         bool pair = b + 1 < B;
         Pair from = rows(x, b, pair, c, x_b, x_c);
-        Values z;
         if (OUTER == 1) fetch(z, t, from, T);
         float2 scale = scales(z, t, from, T, largest);
         weigh(z, t, from, make_float2(inverse(scale.x), inverse(scale.y)), T, tables);
@@ -475,83 +496,100 @@ convolve(const data_t *x, const float *h, const float *skips, data_t *y, float2 
     }
 }
 
+// Adds what a block has of h's gradient to dh, or to its parts; if there is no `more` yet it is the first.
+DEVICE void add(const Values &z, int t, int part, float *dh, int L, float2 *parts, bool more) {
+    if (OUTER > 1) {
+        leave(z, t, part, parts, more);
+        return;
+    }
+    UNROLL for (int k = 0; k < E / 2; k++) {
+        int at = t + k * THREADS;
+        if (at < L) dh[at] = z.re[reversed<R1>(k)] * (1.f / TOTAL) + (more ? __ldcg(dh + at) : 0.f);
+    }
+}
+
 // The gradients of h, as sums[share, c, l], and, if dx is given, of x: dx = dy correlated with h, + skip dy. Rows of
 // dy are divided by their scales and those of x multiplied by them, so that of each product's two factors neither
-// is loud alone. Blocks take turns at parts of a channel and share; `kept` has room for two spectra a block. Where
-// OUTER > 1, `parts` has room for all parts of every pair and channel, then of every share and channel, and
-// `counts` zeros.
+// is loud alone. A block has one part of every SHARES-th pair of a channel's rows; unless it KEEPS both, each pair
+// transforms the filter once more, and the gradient's spectrum back. Where OUTER > 1, `parts` has room for all parts
+// of every pair and channel, then of every share and channel, and `counts` zeros.
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
 differentiate(const data_t *x, const data_t *dy, const float *h, const float *skips, data_t *dx, float *sums,
-              float2 *kept, float2 *parts, unsigned *counts, const float2 *__restrict__ twiddles, int B, int T,
-              int L, int C, int shares, int x_b, int x_c, int dy_b, int dy_c, int dx_b, int dx_c) {
+              float2 *parts, unsigned *counts, const float2 *__restrict__ twiddles, int B, int T, int L, int C,
+              int shares, int x_b, int x_c, int dy_b, int dy_c, int dx_b, int dx_c) {
     SHARED(shared);
     word_t *room = (word_t *)shared;
-    float2 *output = (float2 *)(room + ROOM), *filter = FILTER_SHARED ? output + N : kept + 2ll * blockIdx.x * N;
-    float2 *total = kept + (2ll * blockIdx.x + 1) * N;
-    unsigned *largest = (unsigned *)(output + (FILTER_SHARED ? 2 : 1) * N);
-    int t = threadIdx.x;
-    for (int item = blockIdx.x; item < C * shares * OUTER; item += gridDim.x) {
-        int part = item % OUTER, share = item / OUTER % shares;
-        long long c = item / OUTER / shares, row = share * (long long)C + c;
-        const float2 *tables = twiddles + PARTS + part * PART;
-        if (dx) spectrum(filter, t, h + c * L, L, -1, room, tables);
-        Values sum, z;
-        UNROLL for (int e = 0; e < E; e++) sum.re[e] = sum.im[e] = 0.f;
-        for (int b = share * 2; b < B; b += 2 * shares) {
-            bool pair = b + 1 < B;
-            Pair from = rows(dy, b, pair, c, dy_b, dy_c);
-            float2 scale;
-            _Pragma("unroll 1") for (int turn = 0; turn < 2; turn++) {  // dy's, then x's, by the same instructions
-                Pair of = turn ? rows(x, b, pair, c, x_b, x_c) : from;
-                if (OUTER == 1) fetch(z, t, of, T);
-                if (!turn) scale = scales(z, t, of, T, largest);
-                float2 by = make_float2(inverse(scale.x), inverse(scale.y));
-                if (turn) by = make_float2(scale.x, pair ? scale.y : 0.f);
-                weigh(z, t, of, by, T, tables);
-                forward<!(HALF && OUTER == 1)>(z, t, room, tables);
-                if (!turn) UNROLL for (int e = 0; e < E; e++)
-                    output[e * THREADS + t] = make_float2(z.re[e], z.im[e]);
+    float2 *output = (float2 *)(room + ROOM), *filter = output + N;
+    unsigned *largest = (unsigned *)(output + (KEEPS ? 2 : 1) * N);
+    int t = threadIdx.x, part = blockIdx.x % OUTER, share = blockIdx.x / OUTER % shares;
+    long long c = blockIdx.x / OUTER / shares, row = share * (long long)C + c;
+    const float2 *tables = twiddles + PARTS + part * PART;
+    float *dh = sums + row * L;
+    row += (B + 1) / 2 * (long long)C;
+    Values sum, z;
+    if (KEEPS && dx) {
+        spectrum(z, t, h + c * L, L, room, tables);
+        keep(filter, t, z, -1);
+    }
+    if (KEEPS) UNROLL for (int e = 0; e < E; e++) sum.re[e] = sum.im[e] = 0.f;
+    for (int b = share * 2; b < B; b += 2 * shares) {
+        refresh(t);
+        bool pair = b + 1 < B;
+        Pair from = rows(dy, b, pair, c, dy_b, dy_c);
+        float2 scale;
+        _Pragma("unroll 1") for (int turn = 0; turn < 2; turn++) {  // dy's, then x's, by the same instructions
+            Pair of = turn ? rows(x, b, pair, c, x_b, x_c) : from;
+            if (OUTER == 1) fetch(z, t, of, T);
+            if (!turn) scale = scales(z, t, of, T, largest);
+            float2 by = make_float2(inverse(scale.x), inverse(scale.y));
+            if (turn) by = make_float2(scale.x, pair ? scale.y : 0.f);
+            weigh(z, t, of, by, T, tables);
+            forward<!(HALF && OUTER == 1)>(z, t, room, tables);
+            if (!turn) UNROLL for (int e = 0; e < E; e++)
+                output[e * THREADS + t] = make_float2(z.re[e], z.im[e]);
+        }
+        UNROLL for (int e = 0; e < E; e++) {
+            float2 w = output[e * THREADS + t];
+            multiply(w.x, w.y, make_float2(z.re[e], -z.im[e]));
+            z.re[e] = w.x;
+            z.im[e] = w.y;
+            if (KEEPS) {
+                sum.re[e] += w.x;
+                sum.im[e] += w.y;
             }
-            UNROLL for (int e = 0; e < E; e++) {
-                float2 w = output[e * THREADS + t];
-                multiply(w.x, w.y, make_float2(z.re[e], -z.im[e]));
-                if (SUM_REGISTERS) {
-                    sum.re[e] += w.x;
-                    sum.im[e] += w.y;
-                } else {
-                    float2 before = b > share * 2 ? total[e * THREADS + t] : make_float2(0.f, 0.f);
-                    total[e * THREADS + t] = make_float2(before.x + w.x, before.y + w.y);
-                }
-            }
-            if (!dx) continue;
-            UNROLL for (int e = 0; e < E; e++) {
-                float2 w = output[e * THREADS + t];
-                multiply(w.x, w.y, filter[e * THREADS + t]);
-                z.re[e] = w.x;
-                z.im[e] = w.y;
-            }
+        }
+        if (!KEEPS) {
             backward(z, t, room, twiddles);
-            finish(z, t, part, from, skips ? skips[c] : 0.f, scale, results(dx, b, pair, c, dx_b, dx_c), T, parts,
-                   counts, b / 2 * (long long)C + c, twiddles);
+            add(z, t, part, dh, L, parts + row * TOTAL, b > share * 2);
+            refresh(t);
         }
-        if (!SUM_REGISTERS) UNROLL for (int e = 0; e < E; e++) {
-            sum.re[e] = total[e * THREADS + t].x;
-            sum.im[e] = total[e * THREADS + t].y;
+        if (!dx) continue;
+        if (!KEEPS) spectrum(z, t, h + c * L, L, room, tables);
+        UNROLL for (int e = 0; e < E; e++) {
+            float2 w = output[e * THREADS + t];
+            if (KEEPS)
+                multiply(w.x, w.y, filter[e * THREADS + t]);
+            else
+                multiply(w.x, w.y, make_float2(z.re[e] * (1.f / TOTAL), z.im[e] * (-1.f / TOTAL)));
+            z.re[e] = w.x;
+            z.im[e] = w.y;
         }
+        refresh(t);
+        backward(z, t, room, twiddles);
+        finish(z, t, part, from, skips ? skips[c] : 0.f, scale, results(dx, b, pair, c, dx_b, dx_c), T, parts, counts,
+               b / 2 * (long long)C + c, twiddles);
+    }
+    if (KEEPS) {
         backward(sum, t, room, twiddles);
-        float *dh = sums + row * L;
-        if (OUTER == 1) {
-            UNROLL for (int k = 0; k < E / 2; k++)
-                if (t + k * THREADS < L) dh[t + k * THREADS] = sum.re[reversed<R1>(k)] * (1.f / TOTAL);
-            continue;
-        }
-        row += (B + 1) / 2 * (long long)C;
-        if (!leave(sum, t, part, parts + row * TOTAL, counts + row)) continue;
-        for (int m = t; m < N; m += THREADS) {
-            float re[OUTER], im[OUTER];
-            combine(re, im, m, parts + row * TOTAL, twiddles);
-            UNROLL for (int n = 0; n < (OUTER + 1) / 2; n++)
-                if (n * N + m < L) dh[n * N + m] = re[reversed<OUTER>(n)] * (1.f / TOTAL);
+        add(sum, t, part, dh, L, parts + row * TOTAL, false);
+    }
+    if (OUTER == 1 || !last(t, counts + row)) return;
+    for (int m = t; m < N; m += PLACES * THREADS) {
+        Places found;
+        combine(found, m, parts + row * TOTAL, twiddles);
+        UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int n = 0; n < (OUTER + 1) / 2; n++) {
+            int at = n * N + m + i * THREADS;
+            if (at < L) dh[at] = found.re[i][reversed<OUTER>(n)] * (1.f / TOTAL);
         }
     }
 }
