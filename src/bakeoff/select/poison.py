@@ -27,6 +27,7 @@ _FILLED = {
     torch.ops.aten.full_like.default,
     torch.ops.aten.new_full.default,
 }
+_MADE = _EMPTY | _FILLED
 
 
 class Poison(TorchDispatchMode):
@@ -44,7 +45,7 @@ class Poison(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func not in _EMPTY | _FILLED or not isinstance(made, torch.Tensor) or made.numel() == 0:
+        if func not in _MADE or not isinstance(made, torch.Tensor) or made.numel() == 0:
             return made
         span = 1 + sum((size - 1) * step for size, step in zip(made.shape, made.stride(), strict=True))
         nbytes = span * made.element_size()
