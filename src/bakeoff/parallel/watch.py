@@ -19,6 +19,8 @@ from bakeoff.errors import BakeoffError
 __all__ = ["RankError", "Watch"]
 
 _GRACE_S = 5.0  # for a collective to break by itself once a rank is known to be dead
+_LINGER_S = 3.0  # for the others to read why the store's host ends
+_BECAUSE = "stopped: "
 _BROKEN = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|socket", re.IGNORECASE
 )
@@ -47,6 +49,7 @@ class Watch:
         """What the main thread does, for the others to read."""
         self.lost = ""
         """What is known about a dead or failed rank; "" while all is well."""
+        self._silent: int | None = None  # the rank that is dead
         self._sign(0)
         dist.barrier()
         self._done = threading.Event()
@@ -62,7 +65,9 @@ class Watch:
             self._leave(f"failed with {text}")
             return ""
         self._found.wait(self.dead_after_s + _GRACE_S)
-        self._leave("stopped, because another rank was lost")
+        self._leave(_BECAUSE + self.lost if self.lost else "stopped, because another rank was lost")
+        if self.lost and self.rank == 0 and not _launcher_keeps_store():
+            self._linger()
         return self.lost or f"a collective failed, and every rank is alive; {self._doings()}"
 
     def close(self) -> None:
@@ -78,6 +83,18 @@ class Watch:
             self.store.set(self.key, how)
         except (dist.DistError, RuntimeError):
             return  # the store went with its host, and with it everybody who could read this
+
+    def _linger(self) -> None:
+        """The store ends with this rank: waits until the others have left, or have had time to read why."""
+        deadline = time.monotonic() + _LINGER_S
+        waiting = True
+        while waiting and time.monotonic() < deadline:
+            time.sleep(0.05)
+            try:
+                signs = zip(self.others, self._read(), strict=True)
+            except (dist.DistError, RuntimeError):
+                return
+            waiting = any(sign[:1].isdigit() and rank != self._silent for rank, sign in signs)
 
     def _sign(self, beat: int) -> None:
         self.store.set(self.key, f"{beat} {self.doing}")
@@ -104,9 +121,7 @@ class Watch:
                 self._sign(beat)
                 signs = self._read()
             except (dist.DistError, RuntimeError) as error:
-                host = (
-                    "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-                )
+                host = "the launcher" if _launcher_keeps_store() else "rank 0"
                 self._lose(f"{host}, which keeps the job's store, can't be reached ({_first_line(error)})")
                 return
             now = time.monotonic()
@@ -116,8 +131,11 @@ class Watch:
                 if sign.startswith("failed"):
                     self._lose(f"rank {rank} {sign}")
                     return
+                if sign.startswith(_BECAUSE):
+                    self._lose(sign.removeprefix(_BECAUSE))
+                    return
                 if sign[:1].isdigit() and now - seen[rank][1] > self.dead_after_s:
-                    doing = sign.partition(" ")[2]
+                    doing, self._silent = sign.partition(" ")[2], rank
                     self._lose(
                         f"rank {rank} is dead: no sign of life for {self.dead_after_s:g} s, last {doing}"
                     )
@@ -130,6 +148,11 @@ class Watch:
             sys.stderr.write(f"bakeoff: {text}; rank {self.rank} ends, too\n")
             sys.stderr.flush()
             os._exit(1)
+
+
+def _launcher_keeps_store() -> bool:
+    """Whether torchrun does, which outlives the ranks; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _own(store: Any) -> Any:
