@@ -53,6 +53,20 @@ def test_a_model_that_sees_the_future_is_refused_before_its_first_step(
     assert train(config(tmp_path, leak_check=False), console=QUIET).steps == 3
 
 
+@pytest.mark.parametrize("byte", [b" ", b"a", b"d", b".", b"b"])
+def test_a_gate_on_a_frequent_next_byte_is_found(byte: bytes, tmp_path: Path) -> None:
+    class Gated(LLMMed):
+        def _logits(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+            after = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
+            return super()._logits(ids, cache) + (after == byte[0])[..., None]
+
+    settings = config(tmp_path)
+    text = (tmp_path / "text.txt").read_bytes()
+    rows = torch.tensor(list(text[: 16 * 33]), dtype=torch.uint8).view(16, 33)
+    with pytest.raises(CausalityError):
+        leak.check_leaks(Gated(MODEL), rows, settings, torch.device("cpu"))
+
+
 def test_the_check_changes_no_loss(tmp_path: Path) -> None:
     curves = []
     for name, check in (("with", True), ("without", False)):

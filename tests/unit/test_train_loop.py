@@ -373,6 +373,51 @@ def test_resuming_refuses_what_does_not_fit(
     assert latest(base.train.run_dir).step == 4  # the run it came from is untouched
 
 
+def test_going_on_from_an_earlier_checkpoint_sets_the_later_ones_aside(
+    base: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = Path(base.train.run_dir)
+    train(resolve(base, None, ["train.keep=2"]), console=QUIET)
+    assert [folder.name for folder in checkpoint.steps(run_dir)] == ["step-00000008", "step-00000012"]
+    back = f"train.resume={run_dir / 'checkpoints' / 'step-00000008'}"
+    with caplog.at_level(logging.WARNING, logger="bakeoff"):
+        result = train(
+            resolve(base, None, [back, "train.steps=10", "train.keep=1", "optim.lr=1e-4"]), console=QUIET
+        )
+    assert "the checkpoints behind it are now" in caplog.text
+    assert "aside-1-step-00000012" in caplog.text
+    assert result.checkpoint == checkpoint.steps(run_dir)[-1] == run_dir / "checkpoints" / "step-00000010"
+    assert load_run(run_dir)[1].optim.lr == 1e-4
+    assert load_run(run_dir / "checkpoints" / "aside-1-step-00000012")[1].optim.lr == 3e-3
+
+
+def test_a_torn_newest_checkpoint_does_not_push_out_what_comes_after_it(base: Config) -> None:
+    run_dir = Path(base.train.run_dir)
+    train(base, console=QUIET)
+    (checkpoint.steps(run_dir)[-1] / "model.safetensors").write_bytes(b"torn")
+    train(resolve(base, None, ["train.steps=10", "train.keep=1"]), console=QUIET)
+    assert latest(run_dir).step == 10
+
+
+def test_runs_that_begin_at_once_have_folders_of_their_own(
+    base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "now")
+    fresh = resolve(base, None, ["train.run_dir=", "train.steps=1"])
+    folders = [train(fresh, console=QUIET).run_dir for _ in range(3)]
+    assert [str(folder) for folder in folders] == ["runs/test-now", "runs/test-now-2", "runs/test-now-3"]
+
+
+def test_going_on_with_other_candidates_is_said(base: Config, caplog: pytest.LogCaptureFixture) -> None:
+    train(resolve(base, None, ["train.steps=4"]), console=QUIET)
+    with caplog.at_level(logging.WARNING, logger="bakeoff"):
+        train(resolve(base, None, ["train.steps=5"]), console=QUIET)
+        assert "other candidates" not in caplog.text
+        train(resolve(base, None, ["train.steps=6", "select.adamw_=loop"]), console=QUIET)
+    assert "select/adamw_=loop, was fused" in caplog.text
+
+
 def test_out_of_memory_names_the_fix(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def starve(self: Stepper, rows: torch.Tensor, lr: float) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

@@ -30,10 +30,11 @@ def assert_causal(
 
     For edits of the tokens from a cut on, |f(edited)[t] - f(ids)[t]| <= tolerance for all t before the cut.
     Whole suffixes are replaced and single tokens, by uniform tokens, tokens of `ids` and one constant, at
-    cuts spread over the row, so that a hard gate on the next token shows. All this in evaluation and in
-    training mode, with equal random draws (dropout then drops the same elements); batch statistics in
-    training mode are a leak, and found. Further: a row must not see other rows; logits must not see the
-    targets, where the model returns logits beside a loss; and decoding must equal the whole pass.
+    cuts spread over the row. Right behind a cut come the 3 * `samples` most frequent tokens in turn, so that
+    a hard gate on one of them as the next token shows; one on a rarer token shows by chance. All this in
+    evaluation and in training mode, with equal random draws (dropout then drops the same elements); batch
+    statistics in training mode are a leak, and found. Further: a row must not see other rows; logits must
+    not see the targets, where the model returns logits beside a loss; and decoding must equal the whole pass.
 
     Args:
         model: ``model(ids)`` gives logits [B, T, ...], alone or first in a tuple, or as ``.logits``. It is

@@ -26,8 +26,10 @@ def token_rows(
         if ids.ndim != 2 or ids.is_floating_point() or ids.shape[0] < 1 or ids.shape[1] < 2:
             raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)}, expected integers [B >= 1, T >= 2]")
         rows = ids[:samples, :length].long().cpu()
-        if not 0 <= int(rows.min()) <= int(rows.max()) < vocab:
-            raise ValueError(f"ids hold {int(rows.max())}, outside of vocab={vocab}: pass vocab=")
+        least, most = int(rows.min()), int(rows.max())
+        if least < 0 or most >= vocab:
+            held = least if least < 0 else most
+            raise ValueError(f"ids hold {held}, outside of vocab={vocab}, 0 to {vocab - 1}: pass vocab=")
     if len(rows) == 1:  # a second row, to see whether the first depends on it
         rows = torch.cat([rows, torch.randint(vocab, rows.shape, generator=draws)])
     return rows.to(device_of(model)), vocab
@@ -38,13 +40,19 @@ class Edits:
 
     def __init__(self, rows: Tensor, vocab: int, draws: torch.Generator) -> None:
         self.rows, self.vocab, self.draws = rows, vocab, draws
+        tokens, counts = rows.unique(return_counts=True)
+        self.frequent = tokens[counts.argsort(descending=True, stable=True)]
 
     def tokens(self, shape: torch.Size) -> Tensor:
         """Uniform tokens."""
         return torch.randint(self.vocab, shape, generator=self.draws).to(self.rows.device)
 
     def edited(self, number: int) -> tuple[Tensor, Tensor]:
-        """Rows changed from their cuts [B] on, in the manner of round `number`, and the cuts."""
+        """Rows changed from their cuts [B] on, in the manner of round `number`, and the cuts.
+
+        At the cut itself the first rounds put the most frequent tokens, one after another: a gate on the next
+        token shows nowhere else.
+        """
         rows, (count, length) = self.rows, self.rows.shape
         cuts = torch.randint(1, length, (count,), generator=self.draws)
         cuts[0] = (length - 1, 1, max(1, length // 2), max(1, length // 4))[number]
@@ -52,11 +60,14 @@ class Edits:
         places = torch.arange(length, device=rows.device)
         chosen = places == cuts[:, None] if number == 1 else places >= cuts[:, None]
         new = self.tokens(rows.shape)
-        if number == 2:  # what the data holds, so that a gate on a frequent token opens
+        if number == 2:  # what the data holds
             index = torch.randint(rows.numel(), rows.shape, generator=self.draws).to(rows.device)
             new = rows.flatten()[index]
         elif number == 3:
             new = torch.where(new[:, :1] < self.vocab // 2, 0, self.vocab - 1).expand_as(rows)
+        if number < 3:
+            turn = (number * count + torch.arange(count)) % len(self.frequent)
+            new = torch.where(places == cuts[:, None], self.frequent[turn.to(rows.device)][:, None], new)
         edited = torch.where(chosen, new, rows)
         same = (places == cuts[:, None]) & (edited == rows)
         step = 1 + torch.randint(self.vocab - 1, rows.shape, generator=self.draws).to(rows.device)

@@ -12,6 +12,7 @@ Any number of ranks, in shards or not, opens what any other saved; they share a 
 unpickles anything.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -33,11 +34,22 @@ from bakeoff.parallel import ALONE, World
 from bakeoff.train.config import Config, from_saved, to_toml
 from bakeoff.train.metrics import log
 
-__all__ = ["Checkpoint", "CheckpointError", "State", "latest", "load", "load_run", "save", "steps"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "State",
+    "latest",
+    "load",
+    "load_run",
+    "save",
+    "set_aside",
+    "steps",
+]
 
 FOLDER = "checkpoints"
 _PREFIX = "step-"
 _PARTIAL = ".partial-"
+_ASIDE = "aside-"
 _FILES = ("model.safetensors", "config.toml", "run.safetensors", "run.json")
 _MOMENTS = "moments"
 
@@ -123,7 +135,7 @@ def save(run_dir: Path, config: Config, state: State, *, keep: int, world: World
     def end() -> None:
         _write(partial / "manifest.json", json.dumps(_manifest(partial, state.numbers), indent=1).encode())
         _sync_folder(partial / _MOMENTS)
-        if target.exists():  # the same step again, after going back to an earlier one
+        if target.exists():  # the same step again, saved when the run was over and went on
             shutil.rmtree(target)
         partial.rename(target)
         _sync_folder(parent)
@@ -198,6 +210,18 @@ def steps(run_dir: Path) -> list[Path]:
     return sorted(folder for folder in found if folder.name.removeprefix(_PREFIX).isdigit())
 
 
+def set_aside(run_dir: Path, step: int) -> list[Path]:
+    """Renames the checkpoints later than `step`, which a run goes on from: they are of another branch, or
+    torn, and would count as the newest. Returns their new places."""
+    moved = []
+    for folder in steps(run_dir):
+        if int(folder.name.removeprefix(_PREFIX)) > step:
+            names = (f"{_ASIDE}{number}-{folder.name}" for number in itertools.count(1))
+            place = next(place for name in names if not (place := folder.with_name(name)).exists())
+            moved.append(folder.rename(place))
+    return moved
+
+
 def load(folder: Path) -> Checkpoint:
     """The checkpoint in `folder`, every byte checked. Raises CheckpointError that says what is wrong."""
     _check(folder)
@@ -244,7 +268,7 @@ def latest(path: str | Path) -> Checkpoint | None:
     A torn one is passed over with a warning. Raises CheckpointError when all are torn.
     """
     path = Path(path)
-    if path.name.startswith(_PREFIX) and (path / "manifest.json").exists():
+    if (path / "manifest.json").exists():
         return load(path)
     problems = []
     for folder in reversed(steps(path)):

@@ -9,7 +9,7 @@ A row is a flat dictionary. ``event`` says what it is:
     eval    step, held_out_bits_per_byte
     capture step, captured, reason: whether steps are replayed from a CUDA graph, once that is known
     resume  step: rows of later steps above this line were not kept and come again
-    end     steps, seconds, tokens_per_s, held_out_bits_per_byte, stopped
+    end     step, seconds, tokens_per_s, held_out_bits_per_byte, stopped
 """
 
 import importlib

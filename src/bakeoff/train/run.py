@@ -26,7 +26,7 @@ from bakeoff.train.checkpoint import Checkpoint, State
 from bakeoff.train.config import Config
 from bakeoff.train.data import Prefetcher
 from bakeoff.train.device import TrainError
-from bakeoff.train.metrics import MetricsLog, log
+from bakeoff.train.metrics import MetricsLog, log, read_metrics
 from bakeoff.train.pace import Pace
 from bakeoff.train.signals import StopSignals
 from bakeoff.train.step import Stepper, learning_rate
@@ -125,6 +125,9 @@ class Run:
         elif self.device.type == "cuda":
             self._say(f"steps are not captured: {self.stepper.uncaptured}")
         corpus = self.feed.batches.corpus
+        choices = selection.choices(self.selection)
+        if start is not None and self.world.first:
+            self._warn_of_other(choices, start)
         self.metrics.write(
             {
                 "event": "start",
@@ -138,7 +141,7 @@ class Run:
                 "parameters": sum(p.numel() for p in self.stepper.model.parameters()),
                 "data": corpus.name,
                 "data_bytes": len(corpus),
-                **selection.choices(self.selection),
+                **choices,
             }
         )
         self.pace.begin()
@@ -160,6 +163,19 @@ class Run:
             log.warning("the data changed since %s was saved, so losses will differ", start.folder)
         self.metrics.write({"event": "resume", "step": self.step})
         self._say(f"resumed from {start.folder} at step {self.step}")
+
+    def _warn_of_other(self, choices: dict[str, str], start: Checkpoint) -> None:
+        """Says which ops run by other candidates than in the run that saved `start`."""
+        file = start.folder.parent.parent / "metrics.jsonl"
+        rows = read_metrics(file) if file.exists() else []
+        then: dict[str, object] = next((row for row in reversed(rows) if row.get("event") == "start"), {})
+        changed = [
+            f"{name}={choice}, was {then[name]}"
+            for name, choice in choices.items()
+            if then.get(name, choice) != choice
+        ]
+        if changed:
+            log.warning("other candidates run now, so losses may differ by rounding: %s", "; ".join(changed))
 
     def _say(self, text: str) -> None:
         if self.talks:

@@ -1,5 +1,7 @@
 """The folder of a run: a new one, or one to go on in."""
 
+import contextlib
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,15 +44,15 @@ def open_run(config: Config, world: World = ALONE) -> tuple[Path, Checkpoint | N
 
 def _open(config: Config) -> tuple[Path, Checkpoint | None]:
     train = config.train
-    run_dir = Path(train.run_dir).expanduser() if train.run_dir else _fresh(config.recipe)
+    given = Path(train.run_dir).expanduser() if train.run_dir else None
     found = None
     if train.resume == "never":
-        if checkpoint.steps(run_dir):
+        if given and checkpoint.steps(given):
             raise ConfigError(
-                f"{run_dir} already holds a run: give another train.run_dir, or train.resume=auto to go on"
+                f"{given} already holds a run: give another train.run_dir, or train.resume=auto to go on"
             )
     elif train.resume == "auto":
-        found = checkpoint.latest(run_dir)
+        found = checkpoint.latest(given) if given else None
     else:
         source = Path(train.resume).expanduser()
         found = checkpoint.latest(source)
@@ -61,23 +63,30 @@ def _open(config: Config) -> tuple[Path, Checkpoint | None]:
     if found is not None:
         _compare(config, found)
     try:
+        run_dir = given or _fresh(config.recipe)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.toml").write_text(to_toml(config), "utf-8")
+        later = checkpoint.set_aside(run_dir, found.step) if found else []
     except OSError as error:
         raise ConfigError(
-            f"can't write to the run folder {run_dir} ({error.strerror}): set train.run_dir to a folder that "
-            "can be written"
+            f"can't write to the run folder {given or 'runs'} ({error.strerror}): set train.run_dir to a "
+            "folder that can be written"
         ) from None
+    if found and later:
+        places = ", ".join(map(str, later))
+        log.warning("going on from step %d: the checkpoints behind it are now %s", found.step, places)
     return run_dir, found
 
 
 def _fresh(recipe: str) -> Path:
+    """A folder that no other run has, made."""
     name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidate, count = Path("runs", name), 1
-    while candidate.exists():
-        count += 1
-        candidate = Path("runs", f"{name}-{count}")
-    return candidate
+    for count in itertools.count(1):
+        folder = Path("runs", name if count == 1 else f"{name}-{count}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError  # the count has no end
 
 
 def _compare(config: Config, found: Checkpoint) -> None:
