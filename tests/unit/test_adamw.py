@@ -119,11 +119,13 @@ def test_groups_and_schedulers() -> None:
     assert distance(mine, peers) < 1e-6
 
 
-def test_a_tensor_rate() -> None:
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("impl", ALL)
+def test_a_tensor_rate(impl: str | None, shape: tuple[int, ...]) -> None:
     mine = parameters()
     peers = twins(mine)
-    rate = torch.tensor(1e-2)
-    steppers = [AdamW(mine, lr=rate), torch.optim.AdamW(peers, lr=1e-2)]
+    rate = torch.full(shape, 1e-2)
+    steppers = [AdamW(mine, lr=rate, impl=impl), torch.optim.AdamW(peers, lr=1e-2)]
     train(steppers, [mine, peers], 1)
     rate.fill_(1e-3)
     steppers[1].param_groups[0]["lr"] = 1e-3
@@ -166,15 +168,75 @@ def test_a_foreign_checkpoint_leaves_the_choice_of_candidate_alone() -> None:
     assert stepper.impl is None
 
 
-def test_amsgrad_state_is_refused() -> None:
-    params = parameters()
+def test_a_hook_may_replace_the_state_that_is_loaded() -> None:
+    params = parameters(torch.bfloat16, [(3,), (3,)])
+    stepper = AdamW(params, master_weights="float32")
+    train([stepper], [params])
+    loaded = AdamW(params[::-1], master_weights="float32")
+
+    def reverse(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        return {**saved, "state": {0: saved["state"][1], 1: saved["state"][0]}}
+
+    seen: list[Tensor] = []
+    loaded.register_load_state_dict_pre_hook(reverse)
+    loaded.register_load_state_dict_post_hook(lambda s: seen.append(s.state[params[0]]["exp_avg"]))
+    loaded.load_state_dict(stepper.state_dict())
+    for p in params:
+        for key, value in stepper.state[p].items():
+            assert torch.equal(loaded.state[p][key], value)
+    assert torch.equal(seen[0], stepper.state[params[0]]["exp_avg"])
+
+
+def amsgrad(params: list[nn.Parameter]) -> dict[str, Any]:
     peer = torch.optim.AdamW(params, amsgrad=True)
     train([peer], [params], 1)
-    with pytest.raises(ValueError, match="amsgrad"):
-        AdamW(params).load_state_dict(peer.state_dict())
+    return peer.state_dict()
 
 
-@pytest.mark.parametrize("impl", [None, "loop", "fused"])
+def momentum(params: list[nn.Parameter]) -> dict[str, Any]:
+    peer = torch.optim.SGD(params, lr=0.5, momentum=0.9)
+    train([peer], [params], 1)
+    return peer.state_dict()
+
+
+def reordered(params: list[nn.Parameter]) -> dict[str, Any]:
+    peer = torch.optim.AdamW(params[::-1])
+    train([peer], [params], 1)
+    return peer.state_dict()
+
+
+def negative(params: list[nn.Parameter]) -> dict[str, Any]:
+    saved = AdamW(params).state_dict()
+    saved["param_groups"][0]["eps"] = -1.0
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (amsgrad, "amsgrad is not supported"),
+        (momentum, "has no step, so it isn't AdamW's"),
+        (reordered, "in the order they were saved in"),
+        (negative, "eps must be in"),
+        (lambda params: AdamW(params[1:]).state_dict(), "doesn't match the size"),
+    ],
+)
+def test_a_state_that_is_refused_changes_nothing(make: Any, message: str) -> None:
+    params = parameters()
+    stepper = AdamW(params, lr=1e-2)
+    train([stepper], [params], 1)
+    saved = make(twins(params))
+    before = copy.deepcopy(stepper.state_dict())
+    with pytest.raises(ValueError, match=message):
+        stepper.load_state_dict(saved)
+    assert before["param_groups"] == stepper.state_dict()["param_groups"]
+    for i, state in before["state"].items():
+        for key, value in state.items():
+            assert torch.equal(value, stepper.state_dict()["state"][i][key])
+    train([stepper], [params], 1)
+
+
+@pytest.mark.parametrize("impl", ALL)
 def test_grad_scaler(impl: str | None) -> None:
     mine = parameters()
     peers = twins(mine)
@@ -318,6 +380,31 @@ def test_shared_memory_goes_one_after_another() -> None:
         forced.step()
 
 
+@pytest.mark.parametrize("master", [None, "float32"])
+def test_transposed_parameters_that_share_memory_see_each_other(master: str | None) -> None:
+    results = []
+    for kind, more in ((AdamW, {"master_weights": master}), (torch.optim.AdamW, {})):
+        memory = torch.ones(4, 5).t()
+        params = [nn.Parameter(memory[:4]), nn.Parameter(memory[1:])]
+        stepper = kind(params, lr=0.1, weight_decay=0.0, **more)  # type: ignore[arg-type]
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            stepper.step()
+        results.append(memory)
+    assert distance(results[:1], results[1:]) < 1e-6
+
+
+def test_one_counter_for_all_advances_once_where_memory_is_shared() -> None:
+    memory, step = torch.ones(5, 4).t(), torch.zeros(())
+    params = [memory[:3], memory[1:]]
+    ones = [torch.ones_like(p) for p in params]
+    zeros = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    adamw_(params, ones, *zeros, step=step, **{**HOW, "weight_decay": 0.0})
+    assert step.item() == 1
+    assert memory[:, 0].tolist() == pytest.approx([0.99, 0.98, 0.98, 0.99])
+
+
 def test_overlap() -> None:
     memory = torch.zeros(10)
     assert overlap([memory[:6], memory[5:]])
@@ -376,11 +463,9 @@ def test_a_step_that_is_not_finite_changes_nothing(impl: str | None, master: str
     assert not torch.equal(before[0][0], params[0].data)
 
 
-def test_foreach_says_why_it_can_not_skip() -> None:
-    params = parameters()
-    gradients(params)
+def test_op_says_why_foreach_can_not_skip() -> None:
     with pytest.raises(bakeoff.Unsupported, match="no select"):
-        AdamW(params, skip_nonfinite=True, impl="foreach").step()
+        adamw_(**lists(), step=torch.zeros(()), found_inf=torch.zeros(()), impl="foreach", **HOW)
 
 
 @given(st.integers(-(2**31), 2**31 - 1))
@@ -411,6 +496,24 @@ def test_wider_weights_follow_the_float32_run(impl: str | None, kind: str) -> No
     assert distance(masters, wide) < 1e-6
     assert distance(mine, wide) < 0.01
     assert all(s["exp_avg"].dtype == torch.float32 for s in states)
+
+
+@pytest.mark.parametrize("kind", ["float32", "remainder"])
+def test_weights_written_after_a_step_stay_once_masters_are_refreshed(kind: str) -> None:
+    params = parameters(torch.bfloat16)
+    stepper = AdamW(params, lr=1e-3, master_weights=kind)
+    train([stepper], [params])
+    kept = copy.deepcopy(stepper.state[params[1]])
+    with torch.no_grad():
+        params[0].zero_()  # a negative remainder would make of this a NaN
+        params[3].fill_(5.0)
+    stepper.refresh_masters()
+    if kind == "float32":
+        assert torch.equal(stepper.state[params[1]]["master"], kept["master"])
+    train([stepper], [params], 1)
+    assert distance(params[:1], [torch.zeros(3, 5)]) < 0.01
+    assert distance(params[3:4], [torch.full((33, 4), 5.0)]) < 0.05
+    AdamW(params).refresh_masters()
 
 
 @pytest.mark.parametrize("saved", [None, "float32", "remainder"])
@@ -478,6 +581,9 @@ def _saved(stepper: AdamW) -> io.BytesIO:
         ({"weight_decay": -1.0}, "weight_decay"),
         ({"max_grad_norm": 0.0}, "None turns clipping off"),
         ({"master_weights": "fp8"}, "'float32' or 'remainder'"),
+        ({"skip_nonfinite": True, "foreach": True}, "foreach can't skip .* turn skip_nonfinite off"),
+        ({"skip_nonfinite": True, "impl": "compiled"}, "compiled can't skip"),
+        ({"impl": "cobol"}, "it has loop, foreach, fused, compiled, triton"),
     ],
 )
 def test_bad_settings_are_named(how: dict[str, Any], message: str) -> None:
@@ -488,17 +594,14 @@ def test_bad_settings_are_named(how: dict[str, Any], message: str) -> None:
 def test_bad_parameters_are_named() -> None:
     with pytest.raises(TypeError, match=r"parameter 0 is torch.complex64"):
         AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    with pytest.raises(TypeError, match=r"is torch.float8_e4m3fn; it takes float16, bfloat16, float32 and"):
+        AdamW([nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn), requires_grad=False)])
     with pytest.raises(TypeError, match="remainder"):
         AdamW(parameters(torch.float16), master_weights="remainder")
     stepper = AdamW(parameters())
     with pytest.raises(ValueError, match="eps"):
         stepper.add_param_group({"params": parameters(), "eps": -1.0})
     assert len(stepper.param_groups) == 1
-    params = parameters()
-    gradients(params)
-    stepper = AdamW(params, impl="cobol")
-    with pytest.raises(bakeoff.Unsupported, match="it has loop, foreach, fused, compiled, triton"):
-        stepper.step()
 
 
 def lists(count: int = 2) -> dict[str, list[Tensor]]:
@@ -510,16 +613,20 @@ def lists(count: int = 2) -> dict[str, list[Tensor]]:
 HOW: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("impl", ALL)
-def test_op_with_scalars_on_the_device(impl: str | None) -> None:
+def test_op_with_scalars_on_the_device(impl: str | None, shape: tuple[int, ...]) -> None:
     group = lists()
     want = [p.clone() for p in group["params"]]
     m, v = [m.clone() for m in group["exp_avg"]], [v.clone() for v in group["exp_avg_sq"]]
     grads = [g * 0.5 / 4 for g in group["grads"]]
     adamw_(want, grads, m, v, step=torch.tensor(2.0), impl="loop", **{**HOW, "lr": 3e-2})
-    step = torch.tensor(2.0)
-    scalars = {"clip_coef": torch.tensor(0.5), "grad_scale": torch.tensor(4.0), "lr_mult": torch.tensor(3.0)}
-    adamw_(**group, step=step, impl=impl, **HOW, **scalars)
+    step, rate = torch.full(shape, 2.0), torch.full(shape, HOW["lr"])
+    values = {"clip_coef": 0.5, "grad_scale": 4.0, "lr_mult": 3.0}
+    if impl != "foreach":
+        values["found_inf"] = 0.0
+    scalars: Any = {name: torch.full(shape, value) for name, value in values.items()}
+    adamw_(**group, step=step, impl=impl, **{**HOW, "lr": rate}, **scalars)
     assert distance(group["params"], want) < 1e-6
     assert distance(group["exp_avg"], m) < 1e-6
     assert step.item() == 3
@@ -544,6 +651,12 @@ def test_op_without_tensors_does_nothing() -> None:
         ({"step": torch.zeros(2)}, "float32 scalar"),
         ({"step": [torch.zeros(())] * 3}, "3 steps"),
         ({"step": torch.zeros((), dtype=torch.int64)}, "float32 scalar"),
+        ({"step": 3}, r"step must be a float32 scalar tensor on cpu, got 3; torch.full\(\(\), value"),
+        ({"step": [torch.zeros(())] * 2}, "lists a counter twice"),
+        ({"grads": [None, torch.rand(3)]}, r"grads\[0\] is NoneType, not a tensor"),
+        ({"found_inf": True}, "found_inf must be a scalar tensor on cpu, got True"),
+        ({"params": [torch.ones(3).to(torch.float8_e5m2)] * 2}, "float16, bfloat16, float32 or float64"),
+        ({"exp_avg": [torch.ones(3).to(torch.float8_e5m2)] * 2}, "exp_avg are torch.float8_e5m2"),
         ({"beta1": 1.0}, "beta1"),
         ({"clip_coef": torch.ones(2)}, "clip_coef must be a scalar"),
         ({"master": [torch.rand(3).double()] * 2}, "must be float32, or int16"),
@@ -565,6 +678,10 @@ def test_global_norm(dtype: torch.dtype) -> None:
     assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
     with pytest.raises(ValueError, match="no gradients"):
         global_norm([])
+    with pytest.raises(TypeError, match=r"grads\[1\] is NoneType"):
+        global_norm([grads[0], None])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"global_norm: grads are torch\.int64"):
+        global_norm([torch.ones(3, dtype=torch.int64)])
     with pytest.raises(bakeoff.Unsupported, match="runs on CUDA"):
         global_norm(grads, impl="triton")
 

@@ -305,3 +305,8 @@ def test_bad_input_names_the_fix() -> None:
     with pytest.raises(ValueError, match="longer than max_seq_len=24"):
         perturbed(torch.float32, attention_every=2)(torch.randint(256, (1, 25)))
     assert model(torch.randint(256, (1, 60)))[0].shape == (1, 60, 256), "filters have no longest row"
+
+
+def test_attention_that_no_block_would_have_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"attention_every=6 is more than layers=4: no block would attend"):
+        Config.sizes("small", layers=4, attention_every=6)

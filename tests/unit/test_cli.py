@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from bakeoff.cli import main
 from bakeoff.cli.demo import demo_configs
 from bakeoff.compare import parameters
 from bakeoff.errors import BakeoffError
-from bakeoff.select import Verdict, find_op, policy, registry
+from bakeoff.select import TuneReport, Verdict, find_op, policy, registry
 from bakeoff.select.key import key
 from bakeoff.select.table import Table, read, write
 from bakeoff.train.data import ByteCorpus
@@ -108,6 +109,7 @@ def test_module_is_the_command() -> None:
         ["explain", "rms_norm", "--regime", "warp"],
         ["generate"],
         ["generate", "runs/x", "--top-p", "0"],
+        ["generate", "runs/x", "--seed", "99999999999999999999999"],
         ["demo", "--seconds", "0"],
         ["table", "import"],
         ["train", "--no-such-option"],
@@ -134,6 +136,11 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
         (["train", *UNTUNED, "select.rms_norn=eager"], "did you mean select.rms_norm"),
         (["train", *UNTUNED, "select.policy=tabel"], "did you mean 'table'"),
         (["train", *UNTUNED, "--data", "absent.txt"], "can't read absent.txt"),
+        (["train", *UNTUNED, "--data", "~nosuchuser/x"], "write the path out. Set data.path to a file"),
+        (["train", *UNTUNED, "--out", "~nosuchuser/x"], "train.run_dir=~nosuchuser/x can't be used"),
+        (["train", *UNTUNED, "--resume", "~nosuchuser/x"], "train.resume=~nosuchuser/x can't be used"),
+        (["train", *UNTUNED, "train.seed=99999999999999999999999"], "train.seed: expected int <= 9223372036"),
+        (["train", "optim.lr=inf", "--print-config"], "optim: lr=inf must be a finite number"),
         (["train", *UNTUNED, "--resume", "absent"], "absent holds no checkpoint"),
         (["train", *UNTUNED, "train.device=warp"], "use auto, cpu, cuda"),
         (["tune", "llm-med-tiny", "--data", "absent.txt"], "can't read absent.txt"),
@@ -247,9 +254,9 @@ def test_train_resume_generate(tmp_path: Path, text: Path) -> None:
     assert written == ok("generate", out, "--device", "cpu", "--prompt", "the", "--max-new", 40, "--seed", 3)
     assert written != ok("generate", out, "--device", "cpu", "--prompt", "the", "--max-new", 40, "--seed", 4)
     likeliest = ok("generate", out, "--device", "cpu", "--max-new", 5, "--temperature", 0, "--prompt", "")
-    assert likeliest == ok(
-        "generate", out, "--device", "cpu", "--max-new", 5, "--temperature", 0, "--seed", 9, "--prompt", ""
-    )
+    for cold in (0, "1e-400", "1e-40", "1e-25"):
+        words = ["--max-new", 5, "--temperature", cold, "--seed", 9, "--prompt", ""]
+        assert likeliest == ok("generate", out, "--device", "cpu", *words)
 
 
 def test_generated_text_cannot_drive_the_terminal() -> None:
@@ -262,6 +269,17 @@ def test_generated_text_cannot_drive_the_terminal() -> None:
             yield from (torch.tensor([byte]) for byte in "é€\n\t\x1b[31m\x07\x9bok".encode() + b"\xff\xc3")
 
     assert "".join(continuation(Parrot(1, 1), "x", 99)) == "é€\n\t\ufffd[31m\ufffd\ufffdok\ufffd\ufffd"
+
+
+def test_demo_says_what_its_contests_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = TuneReport((), 1, {}, 10.0)
+    monkeypatch.setattr("bakeoff.cli.doctor.examine", lambda device: None)
+    monkeypatch.setattr("bakeoff.cli.doctor.show", lambda report, out: None)
+    monkeypatch.setattr("bakeoff.cli.demo.rehearsed", lambda *_, **__: (report, "cpu"))
+    monkeypatch.setattr("bakeoff.cli.demo.train", lambda *_, **__: SimpleNamespace(checkpoint=None))
+    out = ok("demo", "--quick", "--device", "cpu", "--out", tmp_path / "demo")
+    assert "The contests of one step of llm-med-tiny: none begins after 4 s" in out
+    assert "1 contest held in 10 s, preparation included" in out
 
 
 def test_demo_configs_fit_the_device(tmp_path: Path) -> None:
@@ -306,7 +324,9 @@ def test_explain_finds_the_verdict() -> None:
     found = json.loads(ok("explain", "rms_norm", "x=fp32[4,8]'", "--device", "cpu", "--json"))
     assert (found["choice"], found["source"]) == ("compiled", "user cache")
     assert {r["candidate"] for r in found["rows"]} == set(find_op("rms_norm").by_name)
-    assert "made to win" not in ok("explain", row.key, "--policy", "off")
+    out = ok("explain", row.key, "--policy", "off")
+    assert re.search(r"eager +0\.0020 .* yes +forced by the policy off", out)
+    assert re.search(r"compiled +0\.0010 .* +made to win", out)
 
 
 def test_explain_reads_any_key() -> None:

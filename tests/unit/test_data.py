@@ -64,6 +64,11 @@ def test_folders_are_read_in_sorted_order_without_hidden_files(tmp_path: Path) -
     assert corpus.read(0, len(corpus)).tobytes() == b"XZB"
 
 
+def test_a_home_that_no_one_knows_is_named() -> None:
+    with pytest.raises(DataError, match=r"can't read ~nosuchuser/x: .*write the path out. Set data.path"):
+        ByteCorpus.open("~nosuchuser/x")
+
+
 def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "OPEN_MAPS", 3)
     corpus, text = corpus_of(tmp_path, [5] * 40)

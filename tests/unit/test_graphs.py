@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from bakeoff.errors import BakeoffError
 from bakeoff.graphs import NotCapturable, capture_step, forbid_sync
+from bakeoff.graphs.capture import CapturedStep
 from bakeoff.graphs.watch import Watched, compare
+from bakeoff.optim import AdamW
 
 
 @pytest.fixture
@@ -102,3 +104,30 @@ def test_an_optimizer_s_numbers_are_known_and_its_tensors_are_not() -> None:
     numbers = {name: value for _, _, name, value in seen.numbers()}
     assert numbers["momentum"] == 0.9
     assert "lr" not in numbers
+
+
+def test_a_rate_that_replays_read_may_change_and_betas_may_not() -> None:
+    """As a scheduler around the captured step changes them, after the step that was watched."""
+    stepper = AdamW([nn.Parameter(torch.ones(3))], lr=1e-3)
+    (group,) = stepper.param_groups
+    seen = Watched()
+    seen.optimizers = [stepper]
+    captured: Any = CapturedStep.__new__(CapturedStep)  # the constructor asks for CUDA
+    captured._numbers = seen.numbers()
+    group["lr"] = 5e-4
+    captured._refuse_new_numbers()
+    group["betas"] = (0.8, 0.999)
+    with pytest.raises(NotCapturable, match=r"betas changed from \(0\.9, 0\.999\) to .*leave it, make"):
+        captured._refuse_new_numbers()
+
+
+@pytest.mark.parametrize("assign", ["setitem", "update"])
+def test_every_assignment_of_a_rate_reaches_its_mirror(assign: str) -> None:
+    (group,) = AdamW([nn.Parameter(torch.ones(3))], lr=1e-3).param_groups
+    mirror = group.rates[torch.device("cpu")] = torch.zeros(())  # type: ignore[attr-defined]
+    for value in (0.5, torch.tensor([0.25])):
+        if assign == "update":
+            group.update(lr=value)
+        else:
+            group["lr"] = value
+        assert mirror.item() == float(value)

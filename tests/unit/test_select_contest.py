@@ -222,3 +222,9 @@ def test_a_candidate_defined_in_a_script_has_a_hash(monkeypatch: pytest.MonkeyPa
         "sys.modules", {**__import__("sys").modules, "__main__": type("M", (), {"__spec__": None})}
     )
     assert len(Candidate("a", call).source_hash) == 12
+
+
+def test_a_baseline_is_measured_and_never_chosen() -> None:
+    (verdict,) = timed(against(1.0, baseline=True), "eager")
+    assert verdict.winner == "eager"
+    assert all(trial.timing and not trial.rejected for trial in verdict.trials)

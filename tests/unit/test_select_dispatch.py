@@ -35,6 +35,26 @@ def _empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
+def test_plain_pytorch_runs_where_more_than_autograd_looks() -> None:
+    """Forward-mode derivatives, torch.func and torch.jit.trace: kernels would lose what they carry."""
+    op = zoo.op(noting("two"), incumbent=noting("eager"), name="zoo_transformed")
+    x, w = torch.randn(4, 8), torch.randn(8)
+    with zoo.registered(op):
+        learn(op, "two", rows=4)
+        op(x, w, None)
+        assert ran == ["two"]
+        ran.clear()
+        with torch.autograd.forward_ad.dual_level():
+            op(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), w, None)
+        torch.func.vmap(lambda row: op(row, w, None))(x)
+        torch.func.grad(lambda x: op(x, w, None).sum())(x)
+        torch.jit.trace(lambda x: op(x, w, None), x, check_trace=False)
+        assert set(ran) == {"eager"}
+        ran.clear()
+        op(x, w, None)
+        assert ran == ["two"]
+
+
 def one(x: Any, w: Any, flag: Any = None) -> Any:
     return torch.tanh(x) * w + 1
 

@@ -94,6 +94,40 @@ def test_the_settings_in_force_count(op: Op) -> None:
         explain(op, *ARGS)
 
 
+@pytest.mark.parametrize(
+    ("settings", "forced", "why"),
+    [
+        ({"zoo_explained": "good"}, "good", "forced by override"),
+        ({"policy": "off"}, "eager", "forced by the policy off"),
+        ({"policy": "heuristic"}, "eager", "forced by the policy heuristic"),
+    ],
+)
+def test_what_is_forced_stands_among_the_times_of_the_contest(
+    op: Op, settings: dict[str, str], forced: str, why: str
+) -> None:
+    (verdict,) = contest(op, zoo.case(16, 8), budget_s=0.01)
+    policy.store.add([verdict], "cpu")
+    free = {row.candidate: row for row in explain(op, *ARGS).rows}
+    with using(**settings):
+        found = explain(op, *ARGS)
+    assert (found.choice, found.source, found.verdict) == (forced, "measured now", None)
+    assert found.why.startswith(why)
+    for row in found.rows:
+        assert (row.us, row.error, row.chosen) == (
+            free[row.candidate].us,
+            free[row.candidate].error,
+            row.candidate == forced,
+        )
+        assert row.why.startswith(why) == row.chosen
+        assert row.why.endswith(free[row.candidate].why)
+
+
+def test_a_forced_candidate_that_its_contest_refused_says_both(op: Op) -> None:
+    policy.store.add(contest(op, zoo.case(16, 8), budget_s=0.01), "cpu")
+    with using(zoo_explained="wrong_dw"):
+        assert explain(op, *ARGS).why.startswith("forced by override; gradient of w is wrong")
+
+
 def test_it_neither_runs_nor_tunes(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     def must_not(*_: object) -> None:
         raise AssertionError("an explanation held a contest")

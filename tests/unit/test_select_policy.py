@@ -147,6 +147,8 @@ def test_pinned_is_that_table_and_nothing_else(op: Op, tmp_path: Path, form: str
 def test_a_pinned_table_that_cannot_be_read_is_an_error_at_once(op: Op, tmp_path: Path) -> None:
     with pytest.raises(TableError, match="can't be read"), using(f"pinned:{tmp_path / 'none.json'}"):
         pass
+    with pytest.raises(TableError, match=r"can't be read.*write the path out"), using("pinned:~nosuchuser/x"):
+        pass
     (tmp_path / "torn.json").write_text('{"facts":')
     with pytest.raises(TableError, match="not a table"), using(f"pinned:{tmp_path / 'torn.json'}"):
         pass

@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -243,6 +244,8 @@ CONTENTS: dict[str, bytes | Callable[[dict[str, Any]], object]] = {
     "another key": _row(key="rms_norm() cpu eager"),
     "renamed key": _rename,
     "escape in a reason": _row(why="\x1b]0;owned\x07"),
+    "escape in an op": _row(op="zoo\x1b[2J"),
+    "escape in a version": lambda t: t["facts"].update(torch="9\x1b]0;owned\x07"),
     "escape in a candidate": _trial(0, candidate="\x1b[31meager"),
 }
 
@@ -366,6 +369,24 @@ def test_a_cache_folder_that_is_a_file(
     monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "file"))
     assert found(row()) is None
     reported_once(Store(), caplog)
+
+
+@pytest.mark.parametrize("cache", ["~nosuchuser/x", None])
+def test_a_home_that_no_one_knows_costs_only_the_next_runs_start(
+    cache: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    for name in ("HOME", "XDG_CACHE_HOME", "BAKEOFF_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    if cache:
+        monkeypatch.setenv("BAKEOFF_CACHE", cache)
+    assert found(row()) is None
+    reported_once(Store(), caplog)
+    assert not list(tmp_path.iterdir()), "no folder that is called ~"
 
 
 # ------------------------------------------------------------------------------ many writers, kill -9

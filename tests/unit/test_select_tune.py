@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bakeoff
-from bakeoff.errors import ContestError
+from bakeoff.errors import ContestError, PolicyError
 from bakeoff.select import policy
 from bakeoff.select.key import key
 from bakeoff.select.op import Candidate, Op
@@ -80,6 +80,13 @@ def test_a_contest_that_would_end_well_beyond_the_budget_is_not_begun(
     report = tune(lambda: [call(op, rows) for rows in (4, 5, 6, 7)], 25.0)
     assert (report.measured, report.seconds) == (2, 20.0)
     assert list(report.unsettled.values()) == ["the budget of 25 s was spent"] * 2
+
+
+@pytest.mark.parametrize("regimes", [("bogus",), ("eager", "bogus"), "eager"])
+def test_an_unknown_regime_is_an_error_before_the_step(op: Op, held: list[str], regimes: Any) -> None:
+    with pytest.raises(PolicyError, match=r"must be some of \('eager', 'graph', 'compiled'\)"):
+        tune(lambda: call(op), regimes=regimes)
+    assert toys.ran == held == []
 
 
 def test_it_settles_the_keys_of_one_step_and_puts_them_in_force(op: Op, held: list[str]) -> None:

@@ -199,10 +199,45 @@ def _missing(*_: Any) -> Any:
     raise ImportError("libcuda.so.1: cannot open shared object file")
 
 
+_memory: dict[Any, torch.Tensor] = {}
+
+
+def _static(kind: str, like: torch.Tensor) -> torch.Tensor:
+    """Memory that every call of that kind and shape takes."""
+    return _memory.setdefault((kind, like.shape, like.dtype), torch.zeros(like.shape, dtype=like.dtype))
+
+
+def _save_in_static(x: Any, w: Any, y: Any) -> None:
+    _static("x", x).copy_(x)
+    _static("w", w).copy_(w)
+
+
+def _static_gradients(dy: Any, dx: Any, dw: Any) -> Any:
+    t, wide = torch.tanh(_static("x", dx).double()), dy.double()
+    rows = tuple(range(dy.dim() - 1))
+    return (wide * _static("w", dw).double() * (1 - t * t)).to(dx.dtype), (wide * t).sum(rows).to(dw.dtype)
+
+
+def _remembered(x: Any, w: Any, y: Any) -> Any:
+    return _memory.setdefault((x.data_ptr(), x.shape, x.stride(), x.dtype, w.data_ptr()), y.clone())
+
+
 WRONG: dict[str, tuple[Candidate, str]] = {
     c.name: (c, reason)
     for c, reason in [
         (Candidate("small_factor", product(lambda x, w, y: y * 1.003)), r"output is wrong: .* error"),
+        (
+            Candidate("static_output", product(lambda x, w, y: _static("y", y).copy_(y))),
+            "returns the memory of an earlier result",
+        ),
+        (
+            Candidate("static_saved", product(_save_in_static, _static_gradients)),
+            "with another call between its forward and its backward, gradient of",
+        ),
+        (
+            Candidate("remembered", product(_remembered)),
+            "remembers a result by the address of its input|wrong",
+        ),
         (Candidate("wrong_dw", product(None, lambda dy, dx, dw: (dx, dw * 1.01))), "gradient of w is wrong"),
         (Candidate("wrong_dx", product(None, lambda dy, dx, dw: (dx * 0.99, dw))), "gradient of x is wrong"),
         (Candidate("last_tile", product(_last_tile)), r"output is wrong: max error .* at \[\d+, \d+\]"),

@@ -45,12 +45,17 @@ def render(op: str, folder: Path) -> str:
 
 def _table(cases: dict[str, list[dict[str, Any]]]) -> str:
     names = list(dict.fromkeys(row["candidate"] for rows in cases.values() for row in rows))
-    lines = [f"| case | {' | '.join(names)} | share of the limit |", "|---" * (len(names) + 2) + "|"]
+    lines = [
+        f"| case | {' | '.join(names)} | share of the limit | error, eager's |",
+        "|---" * (len(names) + 3) + "|",
+    ]
     for case, rows in cases.items():
         by_name = {row["candidate"]: row for row in rows}
         chosen = next((row for row in rows if row["chosen"]), None)
         share = f"{chosen['share']:.0%}" if chosen else "-"
-        lines.append(f"| {case} | {' | '.join(_cell(by_name.get(name)) for name in names)} | {share} |")
+        errors = f"{chosen['error']:.1e}, {chosen['eager_error']:.1e}" if chosen else "-"
+        times = " | ".join(_cell(by_name.get(name)) for name in names)
+        lines.append(f"| {case} | {times} | {share} | {errors} |")
     return "\n".join(lines)
 
 

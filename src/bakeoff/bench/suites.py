@@ -26,25 +26,33 @@ class Cell(msgspec.Struct, frozen=True):
 def cells(op: Op, device: str, text: str = "") -> Iterator[Cell]:
     """The op's grid on `device`, forward before both, where `text` is part of the op's and case's name or
     of its shapes."""
-    grid = [Case(c.args, device, c.name) for c in op.cases()] if device.startswith("cuda") else cpu_cases(op)
+    if device.startswith("cuda"):
+        grid = [Case(c.args, device, c.name) for c in op.cases() if _matches(op, c, c, text)]
+    else:
+        grid = cpu_cases(op, text)
     for case in grid:
-        if text in f"{op.name} {case.name} {write_case(op, case)}":
-            yield Cell(exact(op), case.without_grad(), "forward")
-            if case.needs_grad:
-                yield Cell(exact(op), case, "both")
+        yield Cell(exact(op), case.without_grad(), "forward")
+        if case.needs_grad:
+            yield Cell(exact(op), case, "both")
 
 
-def cpu_cases(op: Op) -> list[Case]:
+def cpu_cases(op: Op, text: str = "") -> list[Case]:
     """The op's grid with fewer rows, on the CPU; cases that become equal are taken once.
 
-    Feature sizes, dtypes, flags and layouts stay, so every form of the op is still there.
+    Feature sizes, dtypes, flags and layouts stay, so every form of the op is still there. `text` takes part
+    of it, as in `cells`, and may be of the name or shapes before rows were cut, too.
     """
     found: dict[str, Case] = {}
     for case in op.cases():
         small = shrunk(op, Case(case.args, "cpu"), CPU_ELEMENTS)
-        text = write_case(op, small)
-        found.setdefault(text, Case(small.args, "cpu", text))
+        if _matches(op, case, small, text):
+            name = write_case(op, small)
+            found.setdefault(name, Case(small.args, "cpu", name))
     return list(found.values())
+
+
+def _matches(op: Op, case: Case, measured: Case, text: str) -> bool:
+    return text in f"{op.name} {case.name} {write_case(op, case)} {write_case(op, measured)}"
 
 
 def shrunk(op: Op, case: Case, elements: int) -> Case:

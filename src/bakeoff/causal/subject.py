@@ -165,7 +165,10 @@ def _first(out: Any) -> Tensor:
 def _logits(out: Any, ids: Tensor) -> Tensor:
     found = _first(out)
     if found.shape[:2] != ids.shape:
-        raise ValueError(f"logits have shape {tuple(found.shape)}, expected {(*ids.shape, 'vocab')}")
+        raise ValueError(
+            f"logits have shape {tuple(found.shape)}, expected {(*ids.shape, 'vocab')}: a model that "
+            "says nothing at every position can't be causal"
+        )
     return found.detach().reshape(*ids.shape, -1).double()
 
 

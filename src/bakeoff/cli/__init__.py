@@ -374,7 +374,7 @@ def list_ops(device: str, as_json: bool) -> None:
     default=1.0,
     help="Only the likeliest bytes that hold this probability.",
 )
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True)
 @DEVICE
 def generate(
     run: Path, prompt: str, max_new: int, temperature: float, top_k: int, top_p: float, seed: int, device: str

@@ -10,7 +10,7 @@ from rich.console import Console
 from bakeoff.bench import results
 from bakeoff.cli import doctor
 from bakeoff.cli.generating import continuation
-from bakeoff.cli.terminal import console, device_named, working
+from bakeoff.cli.terminal import console, counted, device_named, working
 from bakeoff.cli.training import print_unsettled, rehearsed
 from bakeoff.compare import Document, compared, match, model_of, pair, parameters, table
 from bakeoff.select import policy
@@ -38,12 +38,12 @@ def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, 
     _heading(printer, "1. The machine")
     doctor.show(doctor.examine(device), printer)
     for config in configs:
-        _heading(
-            printer, f"2. The contests of one step of {config.recipe}, within {config.select.budget_s:.0f} s"
-        )
+        limit = f"none begins after {config.select.budget_s:.0f} s"
+        _heading(printer, f"2. The contests of one step of {config.recipe}: {limit}")
         with working(printer, "preparing one step") as status:
             report, _ = rehearsed(config, config.select.budget_s, announce=status.update)
-        text = f"{report.measured} contests held in {report.seconds:.0f} s; what they decided stands below"
+        held = counted(report.measured, "contest")
+        text = f"{held} held in {report.seconds:.0f} s, preparation included; what was decided stands below"
         printer.print(text, highlight=False)
         print_unsettled(report, printer)
     found: list[Result] = []

@@ -15,7 +15,7 @@ from rich.status import Status
 from bakeoff.errors import BakeoffError
 from bakeoff.select import Op, registry
 
-__all__ = ["DeviceError", "console", "declared", "device_named", "print_json", "working"]
+__all__ = ["DeviceError", "console", "counted", "declared", "device_named", "print_json", "working"]
 
 
 class DeviceError(BakeoffError, ValueError):
@@ -32,6 +32,11 @@ def working(out: Console, text: str) -> Status:
     """A line that says what is being done: on `out` if that is a terminal, so that both share it, else on
     standard error."""
     return (out if out.is_terminal else Console(stderr=True)).status(text)
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 contest``, ``2 contests``."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def declared() -> dict[str, Op]:

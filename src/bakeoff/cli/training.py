@@ -9,7 +9,7 @@ import click
 import torch
 from rich.console import Console
 
-from bakeoff.cli.terminal import console, device_named, working
+from bakeoff.cli.terminal import console, counted, device_named, working
 from bakeoff.models import build
 from bakeoff.select import TuneReport, using
 from bakeoff.select import tune as tune_step
@@ -81,10 +81,8 @@ def tune_recipe(config: Config, budget: float, *, peers: bool, force: bool) -> N
         )
     )
     print_unsettled(report, out)
-    seconds = (
-        f"{report.measured} contests held, {len(report.verdicts)} verdicts in force, {report.seconds:.1f} s"
-    )
-    out.print(seconds, highlight=False)
+    held, known = counted(report.measured, "contest"), counted(len(report.verdicts), "verdict")
+    out.print(f"{held} held, {known} in force, {report.seconds:.1f} s", highlight=False)
 
 
 def print_unsettled(report: TuneReport, out: Console) -> None:

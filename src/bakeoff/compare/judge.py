@@ -35,8 +35,8 @@ def winner(first: Sequence[float | None], second: Sequence[float | None]) -> Ver
     None stands for a run that ended without a finite score. With fewer than two seeds a model, or with such
     a run, there is no winner.
     """
-    ours = [score for score in first if score is not None]
-    theirs = [score for score in second if score is not None]
+    ours = [score for score in first if score is not None and math.isfinite(score)]
+    theirs = [score for score in second if score is not None and math.isfinite(score)]
     lost = len(first) + len(second) - len(ours) - len(theirs)
     if lost:
         return Verdict(None, None, None, f"no winner: {lost} runs ended without a finite score")

@@ -44,16 +44,20 @@ def block(folder: str, root: Path) -> str:
         _verdict(document),
         f"![Bits per byte against time](images/{name}-curves.svg)",
     ]
+    if missing := [str(n) for n in document.lengths if n not in {row.length for row in document.speed}]:
+        parts.append(f"Unfinished: speed at {', '.join(missing)} bytes was not measured.")
     if document.speed:
         parts += [_speed(document), f"![Speed against context length](images/{name}-speed.svg)"]
     return "\n\n".join(parts) + "\n"
 
 
 def _quality(document: Document) -> str:
-    heads = ("model", "parameters", "runs", "steps", "bytes/s", "held-out bits/byte")
+    heads = ("model", "parameters", "runs", "training s", "steps", "bytes/s", "held-out bits/byte")
     lines = []
     for side in SIDES:
         model, runs = document.model(side), [run for run in document.runs if run.side == side]
+        if not runs:
+            continue
         bits = [run.bits_per_byte for run in runs if run.bits_per_byte is not None]
         spread = f" ± {statistics.stdev(bits):.4f}" if len(bits) > 1 else ""
         lines.append(
@@ -61,6 +65,7 @@ def _quality(document: Document) -> str:
                 model.name,
                 f"{model.parameters:,}",
                 str(len(runs)),
+                f"{statistics.fmean(run.seconds for run in runs):.0f}",
                 f"{statistics.fmean(run.steps for run in runs):,.0f}",
                 f"{statistics.fmean(run.tokens_per_s for run in runs):,.0f}",
                 f"{statistics.fmean(bits):.4f}{spread}" if bits else "not finite",
@@ -77,7 +82,8 @@ def _verdict(document: Document) -> str:
 
 def _speed(document: Document) -> str:
     heads = ("context", "mode", *(f"{document.model(side).name} ms/step" for side in SIDES), "times as fast",
-             *(f"{document.model(side).name} inference ms" for side in SIDES))  # fmt: skip
+             *(f"{document.model(side).name} inference ms" for side in SIDES),
+             *(f"{document.model(side).name} peak MiB" for side in SIDES))  # fmt: skip
     lines = []
     rows = {(row.length, row.mode, row.side): row for row in document.speed}
     for length, mode in dict.fromkeys((row.length, row.mode) for row in document.speed):
@@ -86,7 +92,8 @@ def _speed(document: Document) -> str:
         infer = [_ms(row.infer_ms if row else None) for row in (one, two)]
         known = one and two and one.step_ms and two.step_ms
         ratio = f"{two.step_ms / one.step_ms:.2f}" if known else "-"  # type: ignore[operator, union-attr]
-        lines.append((str(length), mode, *steps, ratio, *infer))
+        peaks = [f"{row.peak_bytes / 2**20:,.0f}" if row and row.peak_bytes else "-" for row in (one, two)]
+        lines.append((str(length), mode, *steps, ratio, *infer, *peaks))
     return _grid(heads, lines)
 
 

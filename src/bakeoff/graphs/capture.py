@@ -38,8 +38,8 @@ def capture_step(
         step: called with tensors (at any depth of tuples, lists and dicts) and constants; returns device
             tensors. Everything that changes from step to step must be a tensor: data, learning rate, step
             counts (``AdamW(capturable=True, lr=torch.tensor(..., device="cuda"))``; a tensor lr may also be
-            filled between calls). Python runs once, at capture, and never again: no schedulers, counters or
-            metrics inside.
+            filled between calls, and `bakeoff.optim.AdamW` keeps a number lr on the device by itself). Python
+            runs once, at capture, and never again: no schedulers, counters or metrics inside.
         warmup: eager calls before the capture, at least 3: one for whatever is built on first use
             (optimizer state, torch.compile, contests), two to compare.
         pool: another graph's `CapturedStep.pool`, to share memory between graphs that never run at once.
@@ -219,7 +219,8 @@ class CapturedStep(Generic[P, R]):
             if group[name] != value:
                 raise NotCapturable(
                     f"{optimizer}'s {name} changed from {value} to {group[name]}, which no graph sees: "
-                    f"make it a tensor, {name}=torch.tensor(..., device='cuda'), or reset() the capture"
+                    f"leave it, make it a tensor if it may be one, {name}=torch.tensor(..., device='cuda'), "
+                    f"or reset() the capture"
                 )
 
     def _capture(self) -> None:

@@ -84,13 +84,16 @@ class Watched:
                 raise NotCapturable(f"{name} is not capturable: build it with {name}(..., capturable=True)")
 
     def numbers(self) -> list[tuple[str, dict[str, Any], str, object]]:
-        """The optimizers' numbers: (optimizer, its parameter group, name, value)."""
+        """The optimizers' numbers that a graph freezes: (optimizer, its parameter group, name, value).
+
+        A group tells in `mirrored` which ones it keeps on the device, for replays to read.
+        """
         return [
             (type(optimizer).__name__, group, name, value)
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for name, value in group.items()
-            if isinstance(value, int | float)
+            if _is_numeric(value) and name not in getattr(group, "mirrored", ())
         ]
 
 
@@ -136,6 +139,12 @@ def compare(first: list[tuple[str, list[str]]], second: list[tuple[str, list[str
                 )
     if len(first) != len(second):
         raise NotCapturable(f"one step runs {len(first)} operations, the next {len(second)}")
+
+
+def _is_numeric(value: object) -> bool:
+    """Whether this is a number, or several as betas are."""
+    several = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(one, int | float) for one in several)
 
 
 def _show(value: Any) -> str:

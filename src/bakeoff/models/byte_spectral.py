@@ -91,6 +91,11 @@ class Config(
         for name in ("d_ff", "taps", "attention_every", "classes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.attention_every > self.layers:
+            raise ValueError(
+                f"attention_every={self.attention_every} is more than layers={self.layers}: no block would "
+                f"attend; use at most {self.layers}, or 0 for none"
+            )
         pair = 2 * self.heads
         if self.attention_every and self.d_model % pair:
             raise ValueError(

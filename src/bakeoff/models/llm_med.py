@@ -32,6 +32,9 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
+_COLDEST = 1e-30  # below, logits over the temperature overflow float32; sampling is greedy far above
+
+
 class Config(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="llm-med"
 ):
@@ -379,7 +382,7 @@ def sample(
     `top_k` keeps the k likeliest symbols, `top_p` then the fewest that hold that much probability (always
     at least one; Holtzman et al. 2020). Temperature 0 takes the likeliest.
     """
-    if temperature == 0.0:
+    if temperature < _COLDEST:
         return logits.argmax(dim=-1)
     logits = logits.float() / temperature
     if 0 < top_k < logits.shape[-1]:

@@ -92,7 +92,8 @@ class Taps(nn.Module):
 
 class MinimumPhase(Taps):
     """The causal filter of a free magnitude response: of all with that magnitude the one whose energy comes
-    first. Its log-spectrum is that of the cepstrum folded to positive times (Oppenheim & Schafer, ch. 13).
+    first, cut to its taps. Its log-spectrum is that of the cepstrum folded to positive times (Oppenheim &
+    Schafer, ch. 13).
     """
 
     def __init__(self, channels: int, taps: int) -> None:

@@ -9,12 +9,13 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, which impo
 from torch.optim.optimizer import Optimizer
 
 from bakeoff.ops.adamw.group import Group, Guard, Hyper, join, split
-from bakeoff.ops.adamw.op import check_hyper
-from bakeoff.ops.adamw.run import guard, overlap, update
+from bakeoff.ops.adamw.op import OP, check_hyper
+from bakeoff.ops.adamw.run import DTYPES, guard, overlap, update
 
 __all__ = ["AdamW"]
 
 _MASTERS = (None, "float32", "remainder")
+_UNABLE_TO_SKIP = ("foreach", "compiled")
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
@@ -32,21 +33,24 @@ class AdamW(Optimizer):
         lr: learning rate >= 0, a number or a scalar tensor.
         betas, eps, weight_decay, maximize: as torch's.
         amsgrad, differentiable: not supported; True raises.
-        foreach, fused: True forces that candidate; None and False leave the choice to selection.
+        foreach, fused: True forces that candidate; None and False leave the choice to selection. With
+            foreach, GradScaler unscales the gradients itself, and waits for the device.
         capturable: accepted for torch's sake; every step is.
         max_grad_norm: gradients whose global norm (over all groups) is larger are scaled down to it, as by
             torch.nn.utils.clip_grad_norm_, but without another pass that writes them.
         skip_nonfinite: a step whose global norm is not finite changes nothing, ``step`` included, and
-            advances `skipped`.
+            advances `skipped`. Not with foreach or compiled, which can't skip on the device.
         master_weights: None; ``"float32"``: keeps a float32 copy of each 16-bit parameter and float32 moments
             (state key ``master``); ``"remainder"``: the same bits in 2 bytes fewer, as the int16 difference
-            between a bfloat16 parameter and its float32 weight (state key ``remainder``).
+            between a bfloat16 parameter and its float32 weight (state key ``remainder``). After weights have
+            been written into parameters, call `refresh_masters`.
         impl: candidate of adamw_ to use; by default the selected one.
 
     Attributes:
         grad_norm: scalar tensor on the device, the unclipped global norm of the last step; None without
             max_grad_norm and skip_nonfinite.
-        skipped: int64 scalar tensor on the device, the steps skipped so far; None before the first step.
+        skipped: int64 scalar tensor on the device, the calls of `step` that skip_nonfinite or GradScaler has
+            made do nothing; None before the first step, and without max_grad_norm and skip_nonfinite.
 
     Raises:
         ValueError, TypeError: settings, dtypes or duplicate parameters that make no sense.
@@ -104,15 +108,26 @@ class AdamW(Optimizer):
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.master_weights = master_weights
         self.impl = impl or ("foreach" if foreach else "fused" if fused else None)
+        if self.impl is not None:
+            OP.candidate(self.impl)  # raises for a name that no candidate has
+        if skip_nonfinite and self.impl in _UNABLE_TO_SKIP:
+            raise ValueError(
+                f"AdamW: {self.impl} can't skip a step on the device; turn skip_nonfinite off, or leave impl "
+                f"and foreach None"
+            )
         self.grad_norm: Tensor | None = None
         self.skipped: Tensor | None = None
-        self._step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to step()
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "maximize": maximize, "foreach": None, "capturable": False, "differentiable": False,
             "fused": None, "decoupled_weight_decay": True,
         }  # fmt: skip
         super().__init__(params, defaults)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler leaves unscaling and skipping to `step`."""
+        return self.impl not in _UNABLE_TO_SKIP
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch's; raises for settings or parameters that AdamW can't take."""
@@ -142,8 +157,10 @@ class AdamW(Optimizer):
                     f"AdamW: parameter {i} of the group is in it twice; model.parameters() lists it once"
                 )
             seen.add(p)
-            if not p.dtype.is_floating_point:
-                raise TypeError(f"AdamW: parameter {i} is {p.dtype}; it takes real floating point parameters")
+            if p.dtype not in DTYPES:
+                raise TypeError(
+                    f"AdamW: parameter {i} is {p.dtype}; it takes float16, bfloat16, float32 and float64"
+                )
             if self.master_weights == "remainder" and p.dtype not in (torch.bfloat16, torch.float32):
                 raise TypeError(
                     f"AdamW: master_weights='remainder' extends bfloat16, and parameter {i} is {p.dtype}; "
@@ -278,24 +295,79 @@ class AdamW(Optimizer):
         else:
             self.state[p]["master"] = weight
 
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Takes up weights that were written into parameters, by `model.load_state_dict` say, after a step.
+
+        Without this the next step writes the old weights back, or extends the new ones by old remainders.
+        Where a parameter still is the rounding of its float32 master the master stays; remainders, which
+        don't tell, become 0. The host does not wait.
+        """
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            state = self.state.get(p, {})
+            if "master" in state:
+                master = state["master"]
+                master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+            if "remainder" in state:
+                state["remainder"].zero_()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes up the state of this class or of torch.optim.AdamW; wider state keeps its dtype.
 
         Raises:
-            ValueError: groups that don't match, or a state with amsgrad.
+            ValueError, TypeError: groups that don't match, a state with amsgrad or for other parameters; then
+                nothing has changed.
         """
-        super().load_state_dict(state_dict)
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        taken: dict[str, Any] = {}
+
+        def check_and_keep(_: Optimizer, given: dict[str, Any]) -> None:
+            self._check_saved(given)
+            taken.update(given)
+
+        # After the pre-hooks of others, which may replace what is loaded, and before their post-hooks.
+        hooks = (
+            self.register_load_state_dict_pre_hook(check_and_keep),
+            self.register_load_state_dict_post_hook(lambda _: self._unround(taken), prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check_saved(self, saved: dict[str, Any]) -> None:
+        """Raises for what can't be loaded; how many groups and parameters there are is left to torch."""
+        for group, given in zip(self.param_groups, saved["param_groups"], strict=False):
+            self._check({**self.defaults, **given, "params": group["params"]})
+            for i, p in zip(given["params"], group["params"], strict=False):
+                found = saved["state"].get(i) or {}
+                for key in ("step", "exp_avg", "exp_avg_sq") if found else ():
+                    if key not in found:
+                        raise ValueError(
+                            f"AdamW: the state of parameter {i} has no {key}, so it isn't AdamW's; load the "
+                            f"state of an AdamW"
+                        )
+                for key in found.keys() & {"exp_avg", "exp_avg_sq", "master", "remainder"}:
+                    if found[key].shape != p.shape:
+                        raise ValueError(
+                            f"AdamW: {key} of parameter {i} has shape {tuple(found[key].shape)}, the "
+                            f"parameter {tuple(p.shape)}; list parameters in the order they were saved in"
+                        )
+
+    def _unround(self, saved: dict[str, Any]) -> None:
+        """The loaded state as it was saved: torch's loader rounds all of it to the parameter's dtype."""
+        ids = [i for group in saved["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
-        for i, p in zip(saved, params, strict=True):
-            found = state_dict["state"].get(i)
+        for i, p in zip(ids, params, strict=True):
+            found = saved["state"].get(i)
             if not found:
                 continue
             state = self.state[p]
             dtype = torch.float32 if self._wide(p) else p.dtype
-            for key in ("exp_avg", "exp_avg_sq"):  # torch's loader has rounded them to the parameter's dtype
+            for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = found[key].to(p.device, dtype)
-            state["step"] = torch.as_tensor(found["step"], dtype=torch.float32).to(p.device).clone()
+            step = torch.as_tensor(found["step"], dtype=torch.float32).reshape(())
+            state["step"] = step.to(p.device).clone()
             self._load_master(p, found)
 
     def _load_master(self, p: Tensor, found: dict[str, Any]) -> None:
@@ -313,28 +385,26 @@ class AdamW(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("max_grad_norm", "skip_nonfinite", "master_weights", "impl", "grad_norm", "skipped")
-        return {
-            **super().__getstate__(),
-            **{key: getattr(self, key) for key in kept},
-            "_step_supports_amp_scaling": True,
-        }
+        return {**super().__getstate__(), **{key: getattr(self, key) for key in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for i, group in enumerate(self.param_groups):
-            group.setdefault("amsgrad", False)
-            group.setdefault("maximize", False)
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
             # Which of torch's implementations a checkpoint was made with says nothing about this optimizer.
             group.update({key: self.defaults[key] for key in ("foreach", "differentiable", "fused")})
             group["decoupled_weight_decay"] = True
             group["capturable"] = any(p.is_cuda for p in group["params"])
             if not isinstance(group, _ParamGroup):
                 self.param_groups[i] = _ParamGroup(group)
-            self._check(self.param_groups[i])
 
 
 class _ParamGroup(dict[str, Any]):
     """A parameter group that mirrors its learning rate on each device, for captured graphs to read."""
+
+    mirrored = frozenset({"lr"})
+    """The numbers whose changes reach a captured graph."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -345,13 +415,20 @@ class _ParamGroup(dict[str, Any]):
         super().__setitem__(key, value)
         if key == "lr":
             for rate in self.__dict__.get("rates", {}).values():  # none yet while being unpickled
-                rate.fill_(value)
+                rate.fill_(value.reshape(()) if isinstance(value, Tensor) else value)
+
+    def update(self, *args: Any, **named: Any) -> None:
+        """As dict's, which would pass the mirror by."""
+        for key, value in dict(*args, **named).items():
+            self[key] = value
 
     def rate(self, device: torch.device) -> float | Tensor:
         """The learning rate for an update on `device`: a number, or a scalar that later assignments reach."""
         lr: float | Tensor = self["lr"]
-        if isinstance(lr, Tensor) and lr.device == device:
-            return lr
+        if isinstance(lr, Tensor):
+            lr = lr.reshape(())
+            if lr.device == device:
+                return lr
         if device.type != "cuda":
             return float(lr)
         if isinstance(lr, Tensor):
@@ -377,4 +454,4 @@ class _ParamGroup(dict[str, Any]):
 
 
 def _at(scalar: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if scalar is None else scalar.to(device, non_blocking=True)
+    return None if scalar is None else scalar.to(device, non_blocking=True).reshape(())

@@ -14,6 +14,7 @@ import torch
 
 from bakeoff import hardware
 from bakeoff.errors import ContestError
+from bakeoff.select.apart import keep_apart
 from bakeoff.select.key import key
 from bakeoff.select.measure import GraphTimer, HostTimer, Timer, Timing, input_sets, interleave, work
 from bakeoff.select.op import Candidate, Case, Op
@@ -113,6 +114,8 @@ def _qualify(
             announce(name if name in passed else f"{name}: compile and verify")
             try:
                 errors, repeats = verify(op, candidate, [stick])
+                if name not in passed:
+                    keep_apart(candidate, stick)
             except Exception as error:  # whatever a candidate raises is its rejection
                 rejected[name] = _reason(candidate, error)
                 passed.pop(name, None)
@@ -249,7 +252,7 @@ def _verdict(
                 rejected.get(candidate.name),
             )
         )
-    winner, why = decide(trials)
+    winner, why = decide([trial for trial in trials if not op.by_name[trial.candidate].baseline])
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     cost = op.cost(case)
     return Verdict(key(op, case, regime), op.name, regime, winner, why, tuple(trials), cost, date, warning)

@@ -111,7 +111,7 @@ def _first_able(op: Op, case: Case, found: Found) -> Candidate | None:
     deterministic = torch.are_deterministic_algorithms_enabled()
     for name in found.verdict.ranking(deterministic=deterministic):
         candidate = op.by_name.get(name)
-        if candidate and not candidate.reasons(case):
+        if candidate and not candidate.baseline and not candidate.reasons(case):
             return candidate
     return None
 

@@ -39,7 +39,7 @@ class Explanation(msgspec.Struct, frozen=True):
     rows: tuple[Row, ...]
     warning: str = ""
     verdict: Verdict | None = None
-    """The contest behind the choice, where there was one."""
+    """The contest behind the choice; None where none was held or the choice is forced."""
 
     def __str__(self) -> str:
         lines = [f"{self.key}", f"  choice: {self.choice} ({self.why})", f"  source: {self.source}"]
@@ -83,6 +83,15 @@ def explain_case(op: Op, case: Case, settings: policy.Settings | None = None) ->
         verdict, source = choice.found.verdict, choice.found.source
         rows = rows_of(verdict, case.device, chosen)
         return Explanation(op.name, name, chosen, choice.why, source, rows, verdict.warning, verdict)
+    overridden = op.name in dict(settings.overrides)
+    if overridden or settings.policy in ("off", "heuristic"):
+        known = policy.store.lookup(op, name, case.device)
+        if known is not None:
+            reason = choice.why if overridden else f"forced by the policy {settings.policy}"
+            source = known.source + (" (measured under other versions)" if known.stale else "")
+            rows = tuple(_forced(row, reason) for row in rows_of(known.verdict, case.device, chosen))
+            reason = next((row.why for row in rows if row.chosen), reason)
+            return Explanation(op.name, name, chosen, reason, source, rows, known.verdict.warning)
     why = {c.name: "; ".join(c.reasons(case)) or "not measured" for c in op.candidates}
     rows = tuple(Row(name, None, None, None, name == chosen, text) for name, text in why.items())
     return Explanation(op.name, name, chosen, choice.why, "no verdict for this key", rows)
@@ -115,6 +124,12 @@ def rows_of(verdict: Verdict, device: str, chosen: str) -> tuple[Row, ...]:
             )
         )
     return tuple(rows)
+
+
+def _forced(row: Row, why: str) -> Row:
+    """`row`, if it is the chosen one, with the reason before what its contest said."""
+    said = f"{why}; {row.why}" if row.why else why
+    return msgspec.structs.replace(row, why=said) if row.chosen else row
 
 
 def _bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

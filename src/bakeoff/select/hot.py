@@ -11,13 +11,14 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 try:
     from torch._C._dynamo.guards import TensorGuards as _Guards
 except ImportError:  # a private name: without it every call goes by its fingerprint
     _Guards = None  # type: ignore[assignment,misc]
 
-__all__ = ["Memo", "current", "fingerprint", "known", "memo", "process_memo"]
+__all__ = ["Memo", "current", "fingerprint", "known", "memo", "process_memo", "transformed"]
 
 Memo = dict[Any, Any]
 """Candidates' callables by fingerprint, and by op the list of its guarded kinds of calls."""
@@ -37,6 +38,16 @@ def current() -> Memo:
     """The memo of the settings in force."""
     entered = memo.get()
     return process_memo if entered is None else entered
+
+
+def transformed() -> bool:
+    """Whether more than autograd looks at calls now: transforms of torch.func, forward-mode derivatives,
+    torch.jit.trace. Plain PyTorch composes with them; kernels and compiled code don't."""
+    return (
+        forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:

@@ -136,6 +136,8 @@ class Candidate:
     capturable: bool = True
     """Works inside CUDA graph capture."""
     deterministic: bool = True
+    baseline: bool = False
+    """Measured for the record, never chosen."""
     min_capability: tuple[int, int] = (0, 0)
     """Least CUDA compute capability."""
     launches: str | Callable[[], int] | None = None
@@ -276,6 +278,8 @@ class Op:
         The hot path: a call of a kind that the current memo knows costs a microsecond.
         """
         if impl is None and not torch.compiler.is_compiling():
+            if hot.transformed():
+                return self.incumbent.call(*args)
             try:
                 call = hot.known(self, args)
             except (TypeError, AttributeError, RuntimeError):

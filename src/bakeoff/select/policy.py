@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from bakeoff.errors import PolicyError
+from bakeoff.errors import PolicyError, TableError
+from bakeoff.paths import expanded
 from bakeoff.select import hot
 from bakeoff.select.key import REGIMES
 from bakeoff.select.op import find_op
@@ -122,7 +123,7 @@ def _changed(old: Settings, policy: str | None, regime: str | None, overrides: d
             raise PolicyError(
                 "write the pinned policy with its table: 'pinned:FILE' (other policies take no file)"
             )
-        pinned = str(Path(argument).expanduser()) if argument else ""
+        pinned = _file(argument) if argument else ""
     if regime is not None and regime not in REGIMES[:2]:
         raise PolicyError(f"there is no regime {regime!r} to set; use 'eager' or 'graph'")
     for op, candidate in overrides.items():
@@ -132,6 +133,13 @@ def _changed(old: Settings, policy: str | None, regime: str | None, overrides: d
     if settings.pinned:
         pinned_table(settings)
     return settings
+
+
+def _file(argument: str) -> str:
+    try:
+        return str(expanded(argument))
+    except FileNotFoundError as error:
+        raise TableError(f"the pinned table {argument} can't be read: {error.strerror}") from None
 
 
 def _follow() -> None:

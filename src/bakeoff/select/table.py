@@ -22,6 +22,7 @@ import msgspec
 
 from bakeoff import hardware
 from bakeoff.errors import TableError
+from bakeoff.paths import expanded
 from bakeoff.select.op import Op
 from bakeoff.select.verdict import Verdict
 
@@ -49,13 +50,13 @@ class Found:
 
 
 def cache_dir() -> Path:
-    """``$BAKEOFF_CACHE``, else the platform's cache folder."""
-    own = os.environ.get("BAKEOFF_CACHE")
-    if own:
-        return Path(own).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "bakeoff"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bakeoff"
+    """``$BAKEOFF_CACHE``, else the platform's cache folder; below no folder where there is no such home."""
+    own, shared = os.environ.get("BAKEOFF_CACHE"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = own or f"{'~/Library/Caches' if sys.platform == 'darwin' else shared}/bakeoff"
+    try:
+        return expanded(folder)
+    except FileNotFoundError:  # without a home nothing can be kept, which must not stop a run
+        return Path(os.devnull, folder)
 
 
 def read(path: Path) -> Table:
@@ -74,6 +75,10 @@ def read(path: Path) -> Table:
         if isinstance(error, TableError):
             raise
         raise TableError(f"{path} is not a table of this version: {error}") from error
+    if not all(str(fact).isprintable() for fact in msgspec.structs.astuple(table.facts)):
+        raise TableError(
+            f"{path}: its facts hold control characters; take a table that bakeoff table export wrote"
+        )
     for name, row in table.rows.items():
         if name != row.key or not _sound(row):
             raise TableError(f"{path}: row {name[:80]!r} contradicts itself")
@@ -82,7 +87,7 @@ def read(path: Path) -> Table:
 
 def _sound(row: Verdict) -> bool:
     """Whether a row could have come out of a contest."""
-    texts = [row.key, row.why, row.warning, row.date]
+    texts = [row.key, row.op, row.regime, row.why, row.warning, row.date]
     texts += [text for trial in row.trials for text in (trial.candidate, trial.rejected or "")]
     times = row.timings
     return (

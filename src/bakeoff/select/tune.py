@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import torch
 
-from bakeoff.errors import ContestError
+from bakeoff.errors import ContestError, PolicyError
 from bakeoff.select import policy
 from bakeoff.select.contest import contest, regimes_of
-from bakeoff.select.key import key
+from bakeoff.select.key import REGIMES, key
 from bakeoff.select.op import Case, Op
 from bakeoff.select.table import cache_dir
 from bakeoff.select.verdict import Verdict
@@ -72,6 +72,9 @@ def tune(
         A `TuneReport`. The verdicts are in the user's table and in force from the next call on; where
             they concern ops inside torch.compile, compiled functions are compiled anew.
 
+    Raises:
+        PolicyError: an unknown regime.
+
     Example:
         >>> import torch, bakeoff
         >>> x = torch.randn(8, 16, requires_grad=True)
@@ -79,6 +82,8 @@ def tune(
         >>> report.seconds < 60
         True
     """
+    if isinstance(regimes, str) or not {*(regimes or ())} <= {*REGIMES}:
+        raise PolicyError(f"regimes={regimes!r} must be some of {REGIMES}, such as ('eager',)")
     start = time.monotonic()
     done: list[Verdict] = []
     unsettled: dict[str, str] = {}

@@ -1,7 +1,8 @@
 """Verification: a candidate's outputs and every gradient against the reference in float64.
 
 There are no hand-tuned tolerances. The yardstick is the eager candidate's own error in the same dtype:
-a candidate passes while its error is at most twice that, plus the rounding of one store.
+a candidate passes while its error is at most twice that, plus the rounding of one store and, where a gradient
+is a long sum, that of a float32 sum in another order.
 """
 
 import math
@@ -17,7 +18,19 @@ from bakeoff.select.draw import DRAWS, cotangent, inputs
 from bakeoff.select.op import Candidate, Case, Op, resolve
 from bakeoff.select.poison import Poison, fenced, unchanged
 
-__all__ = ["Errors", "Inaccurate", "Rejected", "Yardstick", "gradients", "verify", "yardsticks"]
+__all__ = [
+    "Errors",
+    "Inaccurate",
+    "Rejected",
+    "Yardstick",
+    "gradients",
+    "judge",
+    "outputs_of",
+    "results",
+    "same_bits",
+    "verify",
+    "yardsticks",
+]
 
 FACTOR = 2.0
 _MARGIN = 1.01  # an error that a value on the edge of its dtype's range may have
@@ -95,11 +108,11 @@ def _one_item_fewer(op: Op, case: Case) -> Case | None:
 
 def _yardstick(op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str) -> Yardstick:
     args = inputs(op, case, seed, kinds[0])
-    outputs = _outputs(op.incumbent.call, args)
+    outputs = outputs_of(op.incumbent.call, args)
     aliases = _aliases(outputs, args)
     cotangents = [cotangent(out, seed + i, kinds[1]) for i, out in enumerate(outputs)]
     names = [op.params[i] for i, a in enumerate(args) if _wants_grad(a)]
-    got = _name(outputs, gradients(outputs, args, cotangents), names)
+    got = results(outputs, args, cotangents, names)
     del outputs
     exact = _reference(op, args, cotangents, names)
     if set(got) != set(exact):
@@ -129,9 +142,9 @@ def _float64_errors(
     at least those it makes in float32, scaled by the ratio of the precisions."""
     ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     narrow = [_narrow(a) if isinstance(a, torch.Tensor) else a for a in args]
-    outputs = _outputs(op.incumbent.call, narrow)
+    outputs = outputs_of(op.incumbent.call, narrow)
     dys = [dy.to(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]
-    for name, tensor in _name(outputs, gradients(outputs, narrow, dys), names).items():
+    for name, tensor in results(outputs, narrow, dys, names).items():
         errors = _errors(tensor, exact[name].masked_fill(~torch.isfinite(tensor), math.nan))
         eager[name] = eager[name].larger(Errors(*(ratio * e for e in msgspec.structs.astuple(errors))))
     return eager
@@ -155,10 +168,10 @@ def verify(op: Op, candidate: Candidate, sticks: Iterable[Yardstick]) -> tuple[E
             article = "a" if name in got else "no"
             raise Rejected(f"gives {article} {name}, unlike the reference ({stick.where})")
         for name, tensor in got.items():
-            worst = worst.larger(_judge(name, tensor, stick))
+            worst = worst.larger(judge(name, tensor, stick))
         again = _run(candidate, args, cotangents, stick)
         _check_inputs(op, args, cotangents, stick)
-        if not all(_same_bits(got[name], again[name]) for name in got):
+        if not all(same_bits(got[name], again[name]) for name in got):
             if candidate.deterministic:
                 raise Rejected(
                     f"differs from run to run although declared deterministic: a race ({stick.where})"
@@ -197,7 +210,7 @@ def _poisoned_run(
 def _run(
     candidate: Candidate, args: list[Any], cotangents: list[torch.Tensor], stick: Yardstick
 ) -> dict[str, torch.Tensor]:
-    outputs = _outputs(candidate.call, args)
+    outputs = outputs_of(candidate.call, args)
     if len(outputs) != len(cotangents):
         raise Rejected(f"returns {len(outputs)} tensors, not {len(cotangents)}")
     for out, dy in zip(outputs, cotangents, strict=True):
@@ -211,7 +224,19 @@ def _run(
     # Writing to such an output would change the input, here and not where plain PyTorch runs.
     if not _aliases(outputs, args) <= stick.aliases:
         raise Rejected(f"returns memory of an input ({stick.where})")
-    return _name(outputs, gradients(outputs, args, cotangents), stick.names)
+    return results(outputs, args, cotangents, stick.names)
+
+
+def results(
+    outputs: list[torch.Tensor], args: list[Any], cotangents: list[torch.Tensor], names: list[str]
+) -> dict[str, torch.Tensor]:
+    """`outputs` and the gradients of the arguments called `names`, by what they are called in messages; those
+    that do not exist are left out."""
+    slopes = gradients(outputs, args, cotangents)
+    outputs = [out.detach() for out in outputs]
+    named = {"output" if len(outputs) == 1 else f"output {i}": out for i, out in enumerate(outputs)}
+    found = zip(names, slopes, strict=True)
+    return named | {f"gradient of {name}": slope for name, slope in found if slope is not None}
 
 
 def _aliases(outputs: list[torch.Tensor], args: list[Any]) -> set[int]:
@@ -219,7 +244,8 @@ def _aliases(outputs: list[torch.Tensor], args: list[Any]) -> set[int]:
     return {i for i, out in enumerate(outputs) if out.untyped_storage().data_ptr() in taken}
 
 
-def _judge(name: str, tensor: torch.Tensor, stick: Yardstick) -> Errors:
+def judge(name: str, tensor: torch.Tensor, stick: Yardstick) -> Errors:
+    """The errors of the result called `name`; raises `Rejected` where they are larger than is allowed."""
     exact, eager, dtype = stick.exact[name], stick.eager[name], stick.dtypes[name]
     if tensor.dtype != dtype or tensor.shape != exact.shape:
         raise Rejected(f"{name} is {tensor.dtype}{list(tensor.shape)}, not {dtype}{list(exact.shape)}")
@@ -248,7 +274,8 @@ def _judge(name: str, tensor: torch.Tensor, stick: Yardstick) -> Errors:
     return errors
 
 
-def _outputs(call: Callable[..., Any], args: list[Any]) -> list[torch.Tensor]:
+def outputs_of(call: Callable[..., Any], args: list[Any]) -> list[torch.Tensor]:
+    """What `call` returns, as a list."""
     result = call(*args)
     return list(result) if isinstance(result, tuple | list) else [result]
 
@@ -267,18 +294,6 @@ def gradients(
         return [None] * len(wanted)
     roots, dys = zip(*pairs, strict=True)
     return list(torch.autograd.grad(roots, wanted, dys, allow_unused=True))
-
-
-def _name(
-    outputs: list[torch.Tensor], slopes: list[torch.Tensor | None], names: list[str]
-) -> dict[str, torch.Tensor]:
-    """Results by the name they have in messages; gradients that do not exist are left out."""
-    outputs = [out.detach() for out in outputs]
-    named = {"output" if len(outputs) == 1 else f"output {i}": out for i, out in enumerate(outputs)}
-    for name, gradient in zip(names, slopes, strict=True):
-        if gradient is not None:
-            named[f"gradient of {name}"] = gradient
-    return named
 
 
 def _reference(
@@ -301,9 +316,9 @@ def _reference(
             _wide(arg[cut] if flag and cut else arg) if isinstance(arg, torch.Tensor) else arg
             for arg, flag in zip(args, batched, strict=True)
         ]
-        outputs = _outputs(op.reference, part)
+        outputs = outputs_of(op.reference, part)
         dys = [(dy[cut] if cut else dy).to(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]
-        for name, tensor in _name(outputs, gradients(outputs, part, dys), names).items():
+        for name, tensor in results(outputs, part, dys, names).items():
             argument = name.removeprefix("gradient of ")
             if name.startswith("gradient") and argument not in op.batched:
                 summed[name] = summed[name] + tensor if name in summed else tensor
@@ -376,5 +391,7 @@ def _worst_index(got: torch.Tensor, exact: torch.Tensor) -> list[int]:
     return [int(i) for i in torch.unravel_index(torch.tensor(flat), exact.shape)] if exact.dim() else []
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal bit for bit, NaN included."""
+    one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(one, other)

@@ -39,8 +39,9 @@ __all__ = [
 _KIND = "kind"
 """The key of [model] that says which model it is."""
 
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+_LARGEST = 2**63 - 1  # of TOML's integers, and of what PyTorch takes
+Count = Annotated[int, Meta(ge=0, le=_LARGEST)]
+Positive = Annotated[int, Meta(ge=1, le=_LARGEST)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 
@@ -49,7 +50,12 @@ class ConfigError(BakeoffError, ValueError):
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the TOML file."""
+    """A table of the TOML file. Its numbers are finite."""
+
+    def __post_init__(self) -> None:
+        for name, value in msgspec.structs.asdict(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name}={value} must be a finite number")
 
 
 class Data(Section, frozen=True):
@@ -179,6 +185,11 @@ class Config(Section, frozen=True):
                 f"train.batch_size={train.batch_size} can't be cut into train.accumulate={train.accumulate} "
                 "equal parts: make it a multiple"
             )
+        if getattr(self.model, "bidirectional", False):
+            raise ValueError(
+                "model.bidirectional=true makes an encoder, which learns no next byte: set it to false, "
+                "or train ByteSpectralLM in a loop of your own"
+            )
         if self.model.vocab < 256:
             raise ValueError(f"model.vocab={self.model.vocab} is too small: data are bytes, it needs 256")
 
@@ -285,8 +296,6 @@ def to_toml(config: Config) -> str:
 def _toml_value(value: str | bool | float) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)  # inf, -inf and nan are TOML as they are
     return json.dumps(value)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bakeoff.errors import BakeoffError
+from bakeoff.paths import expanded
 
 __all__ = [
     "Batches",
@@ -73,12 +74,12 @@ class ByteCorpus:
         "stdlib". Raises DataError."""
         if str(path) == "stdlib":
             return cls("the Python standard library", stdlib_files())
-        root = Path(path).expanduser()
         try:
+            root = expanded(path)
             mode = root.stat().st_mode
         except OSError as error:
             raise DataError(
-                f"can't read {root}: {error.strerror}. Set data.path to a file or folder"
+                f"can't read {error.filename}: {error.strerror}. Set data.path to a file or folder"
             ) from None
         if stat.S_ISDIR(mode):
             return cls(str(root), _files_below(root))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bakeoff.parallel import ALONE, World
+from bakeoff.paths import expanded
 from bakeoff.train import checkpoint
 from bakeoff.train.checkpoint import Checkpoint, CheckpointError
 from bakeoff.train.config import Config, ConfigError, Optim, to_toml, to_tree
@@ -44,7 +45,7 @@ def open_run(config: Config, world: World = ALONE) -> tuple[Path, Checkpoint | N
 
 def _open(config: Config) -> tuple[Path, Checkpoint | None]:
     train = config.train
-    given = Path(train.run_dir).expanduser() if train.run_dir else None
+    given = _folder("run_dir", train.run_dir) if train.run_dir else None
     found = None
     if train.resume == "never":
         if given and checkpoint.steps(given):
@@ -54,7 +55,7 @@ def _open(config: Config) -> tuple[Path, Checkpoint | None]:
     elif train.resume == "auto":
         found = checkpoint.latest(given) if given else None
     else:
-        source = Path(train.resume).expanduser()
+        source = _folder("resume", train.resume)
         found = checkpoint.latest(source)
         if found is None:
             raise CheckpointError(
@@ -76,6 +77,13 @@ def _open(config: Config) -> tuple[Path, Checkpoint | None]:
         places = ", ".join(map(str, later))
         log.warning("going on from step %d: the checkpoints behind it are now %s", found.step, places)
     return run_dir, found
+
+
+def _folder(key: str, path: str) -> Path:
+    try:
+        return expanded(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"train.{key}={path} can't be used: {error.strerror}") from None
 
 
 def _fresh(recipe: str) -> Path:

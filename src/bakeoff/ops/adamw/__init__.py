@@ -1,12 +1,14 @@
 """AdamW's step over a whole list of tensors, and the global norm of their gradients."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bakeoff.ops.adamw.group import Group, Hyper
 from bakeoff.ops.adamw.op import NORM, OP, check, check_hyper, update_case
+from bakeoff.ops.adamw.run import DTYPES
 from bakeoff.ops.adamw.run import guard as _guard
 from bakeoff.ops.adamw.run import overlap as _overlap
 from bakeoff.ops.adamw.run import update as _update
@@ -46,7 +48,7 @@ def adamw_(
         params, grads, exp_avg, exp_avg_sq: lists of equal length; the tensors of an entry have one shape,
             and each list has one dtype (float16, bfloat16, float32 or float64), all on one device. m and v
             may be wider than the parameters.
-        lr: learning rate >= 0, a number or a scalar tensor on the device.
+        lr: learning rate >= 0, a number or a scalar tensor (of one element) on the device.
         beta1, beta2: decay of m and v, in [0, 1).
         eps: added to the root, >= 0.
         weight_decay: decoupled from the gradient, >= 0.
@@ -63,7 +65,7 @@ def adamw_(
 
     Raises:
         ValueError: lengths, shapes or settings that don't fit.
-        TypeError: dtypes that don't fit, sparse gradients.
+        TypeError: dtypes that don't fit, sparse gradients, something else than a tensor.
         bakeoff.errors.Unsupported: `impl` can't take this group; the message gives every reason.
 
     Source: Loshchilov & Hutter 2019, Decoupled Weight Decay Regularization, algorithm 2, in PyTorch's order.
@@ -77,14 +79,17 @@ def adamw_(
         (tensor([0.9000, 0.9000, 0.9000]), tensor(1.))
     """
     check_hyper(lr, beta1, beta2, eps, weight_decay)
-    steps = [step] if isinstance(step, Tensor) else list(step)
+    steps = list(step) if isinstance(step, Sequence) else [step]
     wider = None if master is None else list(master)
     group = Group(list(params), list(grads), list(exp_avg), list(exp_avg_sq), steps, wider)
     if not group.params:
         return
-    _check(group)
-    how = Hyper(lr, beta1, beta2, eps, weight_decay, False, clip_coef, found_inf, grad_scale, lr_mult)
-    _check_scalars(how, group.params[0].device)
+    group = _checked(group)
+    device = group.params[0].device
+    given = {"clip_coef": clip_coef, "found_inf": found_inf, "grad_scale": grad_scale, "lr_mult": lr_mult}
+    scalars = [None if value is None else _scalar(name, value, device) for name, value in given.items()]
+    rate = _scalar("lr", lr, device) if isinstance(lr, Tensor) else lr
+    how = Hyper(rate, beta1, beta2, eps, weight_decay, False, *scalars)
     _update(group, how, impl, overlapping=_overlap(group.params))
 
 
@@ -101,7 +106,7 @@ def global_norm(grads: Sequence[Tensor], *, impl: str | None = None) -> Tensor:
 
     Raises:
         ValueError: no gradients, or several devices or dtypes.
-        TypeError: a dtype that isn't real floating point.
+        TypeError: something else than tensors of these dtypes.
 
     Source: Pascanu, Mikolov & Bengio 2013, On the difficulty of training recurrent neural networks, 3.2.
 
@@ -113,28 +118,26 @@ def global_norm(grads: Sequence[Tensor], *, impl: str | None = None) -> Tensor:
     listed = list(grads)
     if not listed:
         raise ValueError("global_norm: no gradients given")
-    _alike("global_norm", "gradient", listed)
-    if not listed[0].dtype.is_floating_point:
-        raise TypeError(f"global_norm: gradients are {listed[0].dtype}; it takes real floating point ones")
+    _alike("global_norm", "grads", listed)
     return _guard(listed, None, False, None, None, None, impl).norm
 
 
-def _check(group: Group) -> None:
+def _checked(group: Group) -> Group:
+    """The group with counters that have no dimensions; raises for lists that don't fit."""
     columns = {"grads": group.grads, "exp_avg": group.exp_avg, "exp_avg_sq": group.exp_avg_sq}
     if group.master is not None:
         columns["master"] = group.master
     count = len(group.params)
-    _alike("adamw_", "parameter", group.params)
+    _alike("adamw_", "params", group.params)
+    device = group.params[0].device
     for name, column in columns.items():
         if len(column) != count:
             raise ValueError(
                 f"adamw_: {len(column)} tensors in {name}, expected one for each of {count} parameters"
             )
-        _alike("adamw_", f"tensor of {name}", column)
-        if column[0].device != group.params[0].device:
-            raise ValueError(
-                f"adamw_: {name} is on {column[0].device}, the parameters on {group.params[0].device}"
-            )
+        _alike("adamw_", name, column)
+        if column[0].device != device:
+            raise ValueError(f"adamw_: {name} is on {column[0].device}, the parameters on {device}")
         for i, (tensor, param) in enumerate(zip(column, group.params, strict=True)):
             if tensor.shape != param.shape:
                 raise ValueError(
@@ -143,12 +146,12 @@ def _check(group: Group) -> None:
                 )
     if len(group.steps) not in (1, count):
         raise ValueError(f"adamw_: {len(group.steps)} steps; pass one for all parameters, or {count}")
-    for step in group.steps:
-        if step.numel() != 1 or step.dtype != torch.float32 or step.device != group.params[0].device:
-            raise ValueError(
-                f"adamw_: step must be a float32 scalar on {group.params[0].device}, got {step.dtype} "
-                f"{tuple(step.shape)} on {step.device}"
-            )
+    steps = [_scalar("step", step, device, torch.float32) for step in group.steps]
+    if len({step.data_ptr() for step in steps}) < len(steps):
+        raise ValueError(
+            "adamw_: step lists a counter twice, which would advance it twice; pass one for all parameters, "
+            "or one for each"
+        )
     if group.exp_avg[0].dtype != group.exp_avg_sq[0].dtype:
         raise TypeError(
             f"adamw_: exp_avg is {group.exp_avg[0].dtype} and exp_avg_sq {group.exp_avg_sq[0].dtype}; "
@@ -157,26 +160,40 @@ def _check(group: Group) -> None:
     wider = None if group.master is None else group.master[0].dtype
     first = group.params[0]
     check(update_case(1, 1, first.device, first.dtype, group.grads[0].dtype, group.exp_avg[0].dtype, wider))
+    return group._replace(steps=steps)
 
 
-def _alike(op: str, what: str, tensors: list[Tensor]) -> None:
-    """One device, one dtype, dense storage."""
+def _alike(op: str, name: str, tensors: list[Tensor]) -> None:
+    """Tensors with one device, one dtype, dense storage."""
     first = tensors[0]
     for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{op}: {name}[{i}] is {type(tensor).__name__}, not a tensor; leave what has no gradient out"
+            )
         if tensor.layout != torch.strided:
-            raise TypeError(f"{op}: {what} {i} is sparse; make it dense with .to_dense()")
+            raise TypeError(f"{op}: {name}[{i}] is sparse; make it dense with .to_dense()")
         if tensor.dtype != first.dtype or tensor.device != first.device:
             raise ValueError(
-                f"{op}: {what} {i} is {tensor.dtype} on {tensor.device}, the first is {first.dtype} on "
+                f"{op}: {name}[{i}] is {tensor.dtype} on {tensor.device}, the first is {first.dtype} on "
                 f"{first.device}; make one call for each dtype and device"
             )
+    if name != "master" and first.dtype not in DTYPES:
+        raise TypeError(
+            f"{op}: {name} are {first.dtype}; it takes real floating point tensors of float16, bfloat16, "
+            f"float32 or float64"
+        )
 
 
-def _check_scalars(how: Hyper, device: torch.device) -> None:
-    for name in ("lr", "clip_coef", "found_inf", "grad_scale", "lr_mult"):
-        value = getattr(how, name)
-        if isinstance(value, Tensor) and (value.numel() != 1 or value.device != device):
-            raise ValueError(
-                f"adamw_: {name} must be a scalar on {device}, got {tuple(value.shape)} on {value.device}; "
-                f"a number or a tensor elsewhere can be moved with torch.full((), value, device=...)"
-            )
+def _scalar(name: str, value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor `value`, of one element, without dimensions and in the same memory."""
+    kind = "scalar" if dtype is None else f"{str(dtype).removeprefix('torch.')} scalar"
+    fix = f"torch.full((), value, dtype=torch.float32, device='{device}') makes one"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"adamw_: {name} must be a {kind} tensor on {device}, got {value!r}; {fix}")
+    if value.numel() != 1 or value.device != device or value.dtype != (dtype or value.dtype):
+        raise ValueError(
+            f"adamw_: {name} must be a {kind} on {device}, got {value.dtype} {tuple(value.shape)} on "
+            f"{value.device}; {fix}"
+        )
+    return value.reshape(())

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +14,18 @@ from bakeoff.select import hot
 from bakeoff.select.dispatch import able, decide
 from bakeoff.select.op import Case, Op
 
-__all__ = ["guard", "overlap", "update"]
+__all__ = ["DTYPES", "guard", "overlap", "update"]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What parameters, gradients and moments may be."""
 
 
 def update(group: Group, how: Hyper, impl: str | None, *, overlapping: bool) -> None:
     """Take one step with the candidate selected for this group, or with `impl`.
 
     `overlapping` says whether parameters share memory (see `overlap`). The tensors of a list have one
-    device and one dtype. Layouts may differ: what doesn't lie as its parameter does is copied, and back.
+    device and one dtype. Layouts may differ: what doesn't lie as its parameter does is copied, and back;
+    where parameters share memory one entry at a time, as each must see what the one before has written.
     """
     if not group.params:
         return
@@ -33,10 +37,11 @@ def update(group: Group, how: Hyper, impl: str | None, *, overlapping: bool) -> 
         how.clip_coef is not None or how.grad_scale is not None, how.found_inf is not None, overlapping,
     )  # fmt: skip
     chosen: Stacked = _chosen(OP, known, update_case, impl)
-    dense, copies = _densified(group)
-    chosen.update(dense, how)
-    for target, source in copies:
-        target.copy_(source)
+    for part in _entries(group) if overlapping else (group,):
+        dense, copies = _densified(part)
+        chosen.update(dense, how)
+        for target, source in copies:
+            target.copy_(source)
 
 
 def guard(
@@ -85,6 +90,18 @@ def _extent(tensor: Tensor) -> int:
         return tensor.numel() * tensor.element_size()
     reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.element_size()
+
+
+def _entries(group: Group) -> Iterator[Group]:
+    """Every entry as a group of its own; a counter shared by all advances with the last one."""
+    count = len(group.params)
+    earlier = [group.steps[0].clone() for _ in range(count - len(group.steps))]
+    for i, step in enumerate(earlier + group.steps):
+        own = slice(i, i + 1)
+        master = None if group.master is None else group.master[own]
+        yield Group(
+            group.params[own], group.grads[own], group.exp_avg[own], group.exp_avg_sq[own], [step], master
+        )
 
 
 class _Copies(NamedTuple):

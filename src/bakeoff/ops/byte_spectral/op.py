@@ -263,6 +263,7 @@ OP = Op(
             "loop",
             load="bakeoff.ops.byte_spectral.plain:loop",
             supports=loop_cannot,
+            baseline=True,
             traceable=False,
             sources=("bakeoff.ops.byte_spectral.reference",),
         ),

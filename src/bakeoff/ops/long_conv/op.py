@@ -142,7 +142,7 @@ def heuristic(case: Case, regime: str) -> str:
     del regime
     short = case.h.shape[1] <= _SHORT < case.u.shape[1]
     ranked = {"direct": _direct, "toeplitz": _toeplitz, "fft": _fft}
-    names = ("direct", "toeplitz", "fft") if short else ("fft", "toeplitz")
+    names = ("direct", "toeplitz", "fft") if short else ("direct", "fft", "toeplitz")
     return next((name for name in names if ranked[name](case) is None), "eager")
 
 

@@ -32,7 +32,7 @@ def rms_norm(
 
     Returns:
         y [..., D] in x's dtype; with a residual (y, s), where s has the promoted dtype of x and residual and
-        is the next layer's residual. Both are contiguous. Gradients have their argument's dtype.
+        is the next layer's residual. All are contiguous. Gradients have their argument's dtype.
 
     Raises:
         ValueError: shapes, eps or offset that don't fit; the message says what was expected.
@@ -47,4 +47,8 @@ def rms_norm(
         >>> y.tolist() == (torch.tensor([[3.0, 4.0]]) / 12.5**0.5).tolist()
         True
     """
-    return OP(x, weight, eps, residual, offset, impl=impl)  # type: ignore[no-any-return]
+    out = OP(x, weight, eps, residual, offset, impl=impl)
+    if residual is None:
+        return out  # type: ignore[no-any-return]
+    y, s = out
+    return y, s.contiguous()  # plain PyTorch's sum follows the layout of its inputs
