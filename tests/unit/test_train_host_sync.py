@@ -36,6 +36,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "train/checkpoint.py": {
         "Checkpoint.__init__": "a number from a file",
         "save": "the step's number",
+        "set_aside": "a number in a folder's name",
     },
     "train/data.py": {
         "ByteCorpus.__len__": "NumPy integers of file sizes",
