@@ -41,3 +41,12 @@ def test_they_are_inside_torch_compile_too(layout: str) -> None:
         for found, wanted in zip(compiled(x), both(x), strict=True):
             assert found.is_contiguous()
             torch.testing.assert_close(found, wanted)
+
+
+def test_torch_compile_with_sizes_and_numbers_that_are_symbols() -> None:
+    """dynamic=True makes a symbol of every size and float from the start."""
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, eps: rms_norm(x, eps=eps), dynamic=True, fullgraph=True)
+    for rows, eps in ((3, 1e-6), (5, 1e-6), (5, 0.5), (7, 0.25)):
+        x = torch.randn(rows, 64)
+        torch.testing.assert_close(compiled(x, eps), rms_norm(x, eps=eps, impl="eager"))

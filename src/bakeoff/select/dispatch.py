@@ -197,6 +197,10 @@ def _traced(op: Op, args: Sequence[Any], impl: str | None) -> Any:
             rows = arg.dim() - op.features.get(name, 0)
             features = tuple([operator.index(size) for size in arg.shape[rows:]])  # specialises these alone
             known.append((features, rows, arg.dtype, str(arg.device), arg.requires_grad))
+        elif isinstance(arg, float):  # with dynamic=True a symbol, but selection may depend on it
+            comptime(_note_number)
+            noted = _noted_number(name)
+            known.append(arg if noted is None else noted)
         else:
             known.append(arg)
     described = tuple(known)
@@ -208,6 +212,7 @@ def _traced(op: Op, args: Sequence[Any], impl: str | None) -> Any:
 
 _shapes: dict[str, tuple[int | None, ...]] = {}
 """Of the tensors of the call being traced, by argument, as they are in this trace."""
+_numbers: dict[str, float] = {}
 _FAULTS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError)}
 
 
@@ -216,6 +221,17 @@ def _note_shape(context: Any) -> None:
     shape = context.get_local("arg").as_fake().shape
     known = [size if isinstance(size, int) else size.node.hint for size in shape]
     _shapes[context.get_local("name").as_python_constant()] = tuple(known)
+
+
+def _note_number(context: Any) -> None:
+    """While tracing: notes the number `arg`, on which the trace depends from then on."""
+    arg = context.get_local("arg")
+    value = arg.as_python_constant() if arg.is_python_constant() else float(arg.as_fake())
+    _numbers[context.get_local("name").as_python_constant()] = value
+
+
+def _noted_number(name: str) -> float | None:
+    return _numbers.pop(name, None)
 
 
 def _constant_fault(op_name: str, known: tuple[Any, ...]) -> tuple[str, str] | None:
@@ -274,6 +290,7 @@ def _constant_choice(op_name: str, known: tuple[Any, ...], grad: bool, impl: str
 # What torch.compiler.assume_constant_result sets; calling it would import all of torch._dynamo at once.
 _constant_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _constant_fault._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_noted_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _say_once(text: str, level: int) -> None:
