@@ -171,3 +171,8 @@ def test_a_verdict_of_a_gpu_that_is_not_here_has_no_share(op: Op) -> None:
     if not torch.cuda.is_available():
         assert all(r.share is None for r in rows_of(verdict, "cuda:0", "eager"))
     assert any(r.share for r in rows_of(verdict, "cpu", "eager"))
+
+
+def test_lists_of_tensors_are_refused_with_where_to_look() -> None:
+    with pytest.raises(TypeError, match=r"adamw_: explain takes tensors.*bakeoff.tune\(step\).choices"):
+        explain("adamw_", [torch.ones(2)], [torch.ones(2)])

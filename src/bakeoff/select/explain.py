@@ -136,6 +136,11 @@ def _bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Positional arguments in the op's order, with the reference's defaults filled in."""
     import inspect
 
+    if any(isinstance(value, list | tuple) for value in (*args, *kwargs.values())):
+        raise TypeError(
+            f"{op.name}: explain takes tensors, not lists of them; for the groups of an optimizer "
+            f"bakeoff.tune(step).choices says what was chosen"
+        )
     bound = inspect.signature(op.reference).bind(*args, **kwargs)
     bound.apply_defaults()
     return [bound.arguments[name] for name in op.params]
