@@ -8,11 +8,13 @@ import torch
 
 import bakeoff
 from aot import SHARED_LIMIT, TARGETS, Built, build
+from bakeoff.ops.long_conv import direct
 from bakeoff.ops.long_conv.fft import KERNELS, SOURCE
-from bakeoff.ops.long_conv.kernels import direct, pack, toeplitz
+from bakeoff.ops.long_conv.kernels import pack, toeplitz
 from bakeoff.ops.long_conv.plan import Plan, plan
 from nvrtc import build as build_cuda
 
+ROOT = Path(bakeoff.__file__).parent
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 TABLES = {"inner", "outer", "dh", "dskip", "skip", "h"}
@@ -50,30 +52,17 @@ def convolution(columns, dtype, target, *, backwards=False, parts=1) -> Built:
     )  # fmt: skip
 
 
-def one_after_another(kernel, taps, dtype, target, *, last) -> Built:
-    names = [name for name in kernel.arg_names if not name.isupper() or len(name) == 1 or name == "TILES"]
-    wide = {"partial", "h", "skip"}
-    signature = {
-        name: "i64" if name.endswith("_b") or name == "TILES" else "i32"
-        if name in ("T", "C", "N") or re.search(r"_[scl]$", name)
-        else "*fp32" if name in wide else TYPES[dtype]
-        for name in names
-    }  # fmt: skip
-    sizes = {"TIMES": direct.TIMES, "CHANNELS": direct.CHANNELS}
-    constants = {"TAPS": taps, "LAST": last, "UNIT": 8, **sizes}
-    return build(kernel, signature, constants, target, num_warps=direct.WARPS)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("taps", [2, 4])
-@pytest.mark.parametrize("last", [True, False])
-def test_direct(taps, last, target):
-    for kernel in (direct._forward, direct._backward):
-        built = one_after_another(kernel, taps, torch.bfloat16, target, last=last)
-        assert built.spills == 0
-        if target.startswith("sm_"):
-            assert set(built.stores) <= {128, 32}, "only the filter's gradient, in float32, is stored singly"
-            assert 128 in built.stores
+@pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
+@pytest.mark.parametrize("gates", [0, 3], ids=["plain", "gated"])
+@pytest.mark.parametrize("taps", [1, 4, 16, 64])
+def test_direct_stays_in_registers(taps, gates, target):
+    """But for a few bytes of local memory a thread."""
+    for kernel in direct.KERNELS:
+        how = direct.tiling(taps, kernel)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            built = build_cuda(ROOT / direct.SOURCE, how.options(taps, gates, dtype), target)
+            assert set(built) == set(direct.KERNELS)
+            assert built[kernel].spills <= 64
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -150,7 +139,7 @@ PLANS = [
 @pytest.mark.parametrize("how", PLANS, ids=str)
 def test_ffts_stay_in_registers(how, target):
     """But for a few bytes of local memory a thread, most where rows fill more than half."""
-    built = build_cuda(Path(bakeoff.__file__).parent / SOURCE, [*how.options, "-DDATA=1"], target)
+    built = build_cuda(ROOT / SOURCE, [*how.options, "-DDATA=1"], target)
     assert set(built) == set(KERNELS)
     for kernel in built.values():
         assert kernel.spills <= (32 if how.half else 64)

@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 
 from bakeoff.errors import Unsupported
 from bakeoff.ops.long_conv import OP, long_conv
+from bakeoff.ops.long_conv import direct as direct_room
 from bakeoff.ops.long_conv import fft as fft_room
 from bakeoff.ops.long_conv import plan as plan_room
+from bakeoff.ops.long_conv.direct import tiling
 from bakeoff.ops.long_conv.plan import Plan, plan
 from bakeoff.ops.long_conv.reference import long_conv as reference
 from bakeoff.ops.long_conv.rows import rows, unpack
+from bakeoff.select.op import TensorMeta
 from bakeoff.select.poison import Poison
 from bakeoff.select.verify import verify, yardsticks
 from tests.interp.emulated import emulate
@@ -226,45 +229,91 @@ def test_rows_are_not_copied(candidate):
     assert rows(x).data_ptr() == x.data_ptr()
 
 
+@pytest.fixture
+def direct(monkeypatch):
+    """The candidate for few taps, with room for few blocks, so that they have several pieces each."""
+    if shutil.which("g++") is None:
+        pytest.skip("emulating CUDA needs g++")
+    emulate(monkeypatch)
+    monkeypatch.setattr(direct_room, "tiling", narrow)
+    direct_room._module.cache_clear()
+    yield OP.by_name["direct"]
+    direct_room._module.cache_clear()
+
+
+def narrow(taps, kernel):
+    """As `direct.tiling`, with small blocks."""
+    return tiling(taps, kernel)._replace(threads=8, blocks=2)
+
+
+DIRECT_SHAPES = [
+    (1, 1, 1, 1), (2, 3, 4, 4), (3, 70, 5, 4), (2, 64, 36, 2), (1, 130, 12, 3), (2, 150, 10, 11),
+    (2, 100, 3, 64), (9, 64, 24, 17), (1, 33, 2, 50),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("optional", [PLAIN, GATED, (1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=str)
-@pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1, 1), (2, 3, 4, 4), (3, 70, 5, 4), (2, 64, 128, 2), (1, 130, 136, 3)], ids=str
-)
-def test_direct(shape, major, optional):
-    direct = OP.by_name["direct"]
-    check(direct, tensors(*shape, optional=optional, major=major))
+@pytest.mark.parametrize("shape", DIRECT_SHAPES, ids=str)
+def test_direct(direct, shape, optional):
+    check(direct, tensors(*shape, optional=optional))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 70, 6, 4), (2, 100, 4, 12), (2, 90, 3, 33)], ids=str)
+def test_direct_in_half_precision(direct, shape, dtype):
+    check(direct, tensors(*shape, dtype, wide_filter=dtype == torch.bfloat16))
 
 
 @pytest.mark.parametrize("wanted", range(5))
-def test_direct_gives_each_gradient_alone(wanted):
-    args = tensors(2, 70, 5, 4)
-    dout = torch.randn(2, 70, 5)
-    all_of_them = step(OP.by_name["direct"].call, args, dout)[1:]
+def test_direct_gives_each_gradient_alone(direct, wanted):
+    args = tensors(2, 70, 6, 4)
+    dout = torch.randn(2, 70, 6)
+    all_of_them = step(direct.call, args, dout)[1:]
     alone = [a.detach().requires_grad_(i == wanted) for i, a in enumerate(args)]
-    (found,) = torch.autograd.grad(OP.by_name["direct"].call(*alone, True), alone[wanted], dout)
+    (found,) = torch.autograd.grad(direct.call(*alone, True), alone[wanted], dout)
     assert torch.equal(found, all_of_them[wanted])
 
 
-def test_direct_on_slices_and_mixed_layouts():
-    wide = torch.randn(2, 70, 24)
-    u, gate_in, gate_out = wide.chunk(3, -1)
-    args = [u, torch.randn(3, 8).t(), None, gate_in.mT.contiguous().mT, gate_out[:, :, ::1]]
-    check(OP.by_name["direct"], [None if a is None else a.detach().requires_grad_() for a in args])
+def test_direct_on_slices_and_mixed_layouts(direct):
+    for columns in (24, 21):  # 16-byte steps, and odd ones that allow one channel at a time
+        wide = torch.randn(2, 70, columns)
+        u, gate_in, gate_out = wide.chunk(3, -1)
+        args = [u, torch.randn(3, columns // 3).t(), None, gate_in.mT.contiguous().mT, gate_out]
+        check(direct, [None if a is None else a.detach().requires_grad_() for a in args])
+    check(direct, tensors(2, 70, 6, 5), torch.randn(6).expand(2, 70, 6))
+    check(direct, tensors(2, 70, 6, 5), torch.randn(2, 6, 70).mT)
+    check(direct, [torch.randn(70, 2, 6).transpose(0, 1).requires_grad_(), *tensors(2, 70, 6, 5)[1:]])
 
 
-def test_direct_passes_the_contest_verification():
-    for args in (tensors(9, 70, 8, 4, torch.float16), tensors(9, 70, 8, 3, major=True)):
+def test_direct_keeps_what_is_not_finite_within_its_taps(direct):
+    u = torch.randn(2, 90, 3)
+    h = torch.randn(3, 7)
+    want = direct.call(u, h, None, None, None, True)
+    for trouble in (float("inf"), float("nan")):
+        other = u.clone()
+        other[1, 40, 0] = trouble
+        got = direct.call(other, h, None, None, None, True)
+        touched = torch.zeros(2, 90, 3, dtype=torch.bool)
+        touched[1, 40:47, 0] = True
+        assert torch.equal(got.isfinite(), ~touched)
+        assert torch.equal(got[~touched], want[~touched])
+
+
+def test_direct_passes_the_contest_verification(direct):
+    for args in (tensors(9, 70, 8, 4, torch.float16), tensors(9, 140, 8, 50)):
         case = OP.case([*args, True])
-        _, deterministic = verify(OP, OP.by_name["direct"], list(yardsticks(OP, case)))
+        _, deterministic = verify(OP, direct, list(yardsticks(OP, case)))
         assert deterministic
 
 
-def test_direct_leaves_to_others_what_it_is_slow_at():
+def test_direct_leaves_to_others_what_it_has_no_kernel_for(direct):
     with pytest.raises(Unsupported, match="channels side by side"):
         long_conv(torch.randn(1, 2, 80).mT, torch.randn(2, 4), impl="direct")
-    with pytest.raises(Unsupported, match="at most 4 taps, not 5"):
-        long_conv(torch.randn(1, 80, 2), torch.randn(2, 5), impl="direct")
+    with pytest.raises(Unsupported, match="at most 64 taps, not 65"):
+        long_conv(torch.randn(1, 80, 2), torch.randn(2, 65), impl="direct")
+    huge = TensorMeta.dense((1, 1 << 16, 1 << 15), torch.bfloat16)
+    case = OP.cases()[0].replace(u=huge, h=TensorMeta.dense((1 << 15, 4), torch.float32))
+    assert direct.reasons(case) == ["the sequences are too large"]
 
 
 @pytest.mark.parametrize(

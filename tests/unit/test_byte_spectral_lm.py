@@ -100,6 +100,14 @@ def test_generate_goes_on_past_its_length(changes: dict[str, object]) -> None:
     assert torch.equal(text[:, 5], first[:, -1].argmax(-1))
 
 
+def test_dropout_acts_in_training_alone() -> None:
+    model = perturbed(torch.float32, dropout=0.5)
+    ids = torch.randint(256, (2, 8))
+    assert not torch.equal(model.train()(ids)[0], model(ids)[0])
+    assert torch.equal(model.decode(ids, Cache(model.config)), model.eval()(ids)[0])
+    assert torch.equal(model(ids)[0], model(ids)[0])
+
+
 def test_minimum_phase_keeps_the_magnitude_and_has_its_energy_first() -> None:
     torch.manual_seed(0)
     filtered = MinimumPhase(channels=8, taps=512)
@@ -156,6 +164,7 @@ def test_it_trains() -> None:
     ("changes", "message"),
     [
         ({"layers": 0}, "layers=0 must be at least 1"),
+        ({"dropout": 1.0}, "dropout=1.0 must be in"),
         ({"attention_every": -1}, "attention_every=-1 must not be negative"),
         (
             {"attention_every": 2, "d_model": 18},

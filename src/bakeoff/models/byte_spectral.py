@@ -78,6 +78,8 @@ class Config(
     classes: int = 0
     """Of the encoder."""
     norm_eps: float = 1e-6
+    dropout: float = 0.0
+    """Probability of dropping an element of a branch's output while training."""
     tie: bool = True
     """The head uses the embedding's weight."""
 
@@ -91,6 +93,8 @@ class Config(
         for name in ("d_ff", "taps", "attention_every", "classes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        if self.dropout >= 1.0:
+            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
         if self.attention_every > self.layers:
             raise ValueError(
                 f"attention_every={self.attention_every} is more than layers={self.layers}: no block would "
@@ -159,26 +163,25 @@ def _filter(config: Config) -> Poles | Taps | WholeRow:
 
 
 class Mixer(nn.Module):
-    """out(q * (h * (k v))), or attention instead, with q, k, v behind a causal convolution of 4 taps."""
+    """out(q * (h * (k v))), or attention instead; q, k, v are projections behind a causal convolution of 4 taps."""
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         D = config.d_model
         self.layer, self.head_dim = layer, config.head_dim
         self.qkv = nn.Linear(D, 3 * D, bias=False)
-        self.short = nn.Parameter(torch.zeros(3 * D, _SHORT))
+        self.short = nn.Parameter(torch.zeros(D, _SHORT))
         self.filter = None if config.attends(layer) else _filter(config)
         self.out = nn.Linear(D, D, bias=False)
         with torch.no_grad():
-            self.short[:, 0] = 1.0  # at first q, k and v as they are
+            self.short[:, 0] = 1.0  # at first x as it is
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
         past = None if cache is None else cache.past
-        x = self.qkv(x)
         whole, before = (x, 0) if past is None else past.behind(f"{self.layer} short", x, _SHORT - 1)
         mixed = long_conv(whole, self.short)
-        q, k, v = (mixed[:, before:] if before else mixed).chunk(3, dim=-1)
+        q, k, v = self.qkv(mixed[:, before:] if before else mixed).chunk(3, dim=-1)
         if self.filter is not None:
             y = self.filter(k, v, q, past, f"{self.layer} filter")
         else:
@@ -193,6 +196,7 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
+        self.dropout = config.dropout
         self.mixer_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mixer = Mixer(config, layer)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
@@ -205,8 +209,11 @@ class Block(nn.Module):
             h, residual = self.mixer_norm(x), x
         else:
             h, residual = self.mixer_norm(x, residual)
-        h, residual = self.mlp_norm(self.mixer(h, cos, sin, cache), residual)
-        return self.mlp(h), residual
+        drops = self.training and cache is None  # decoding never drops
+        x = F.dropout(self.mixer(h, cos, sin, cache), self.dropout, drops)
+        h, residual = self.mlp_norm(x, residual)
+        x = F.dropout(self.mlp(h), self.dropout, drops)
+        return x, residual
 
 
 class Spectrum(nn.Module):

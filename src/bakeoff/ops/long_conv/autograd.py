@@ -67,9 +67,8 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _(u: Any, _h: Any, _skip: Any, _gate_in: Any, _gate_out: Any, keep: bool, method: str) -> Any:
-    out = room_like(u)
-    return out, torch.empty_like(out) if keep and _METHODS[method].keeps else u.new_empty(0)
+def _(u: Any, _h: Any, _skip: Any, _gate_in: Any, _gate_out: Any, keep: bool, _method: str) -> Any:
+    return room_like(u), room_like(u) if keep else u.new_empty(0)
 
 
 @torch.library.custom_op("bakeoff::long_conv_backward", mutates_args=())
@@ -91,18 +90,16 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(
-    dout: Any, u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, y: Any,
-    wanted: list[bool], method: str,
+    _dout: Any, u: Any, h: Any, skip: Any, _gate_in: Any, _gate_out: Any, _y: Any,
+    wanted: list[bool], _method: str,
 ) -> Any:  # fmt: skip
-    none = u.new_empty(0)
-    keeps = _METHODS[method].keeps
-    moves, tunes = wanted[0] or (keeps and wanted[3]), wanted[1] or wanted[2]
+    none, tunes = u.new_empty(0), wanted[1] or wanted[2]
     return (
-        room_like(u) if moves else none,
+        room_like(u) if wanted[0] else none,
         h.new_empty(h.shape) if tunes else none.clone(),
         skip.new_empty(skip.shape) if tunes and skip is not None else none.clone(),
         room_like(u) if wanted[3] else none.clone(),
-        (dout * y if keeps else room_like(u)) if wanted[4] else none.clone(),
+        room_like(u) if wanted[4] else none.clone(),
     )
 
 

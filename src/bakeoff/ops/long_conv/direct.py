@@ -1,113 +1,172 @@
-"""A few taps, one product after another: the launches of `kernels.direct`."""
+"""Few taps, one product after another: the launches of `kernels/direct.cu`."""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bakeoff.hardware import multiprocessors
-from bakeoff.launch import Launcher
-from bakeoff.ops.long_conv.kernels import direct
-from bakeoff.ops.long_conv.kernels.direct import CHANNELS, TIMES, WARPS, WAVES
-from bakeoff.ops.long_conv.rows import channels_last, room_like
+from bakeoff import cuda
+from bakeoff.ops.long_conv.rows import room_like
 from bakeoff.ops.long_conv.run import Arguments, Gradients
 
-__all__ = ["Direct"]
+__all__ = ["KERNELS", "SOURCE", "Direct", "Tiling", "tiling"]
 
-_forward, _backward = Launcher(direct._forward), Launcher(direct._backward)
+SOURCE = "ops/long_conv/kernels/direct.cu"
+KERNELS = ("convolve", "differentiate")
+_DATA = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_EDGE = 0.5  # what reading a value at a piece's edge costs, in positions
+
+
+class Tiling(NamedTuple):
+    """How a kernel cuts channels and time; `blocks` are wanted on a multiprocessor."""
+
+    width: int
+    steps: int
+    threads: int
+    blocks: int
+
+    def options(self, taps: int, gates: int, dtype: torch.dtype) -> list[str]:
+        """What `kernels/direct.cu` is compiled with."""
+        given = {"TAPS": taps, "GATES": gates, "DATA": _DATA[dtype]}
+        given |= {"WIDTH": self.width, "STEPS": self.steps, "THREADS": self.threads}
+        return [f"-D{name}={value}" for name, value in given.items()]
+
+
+def tiling(taps: int, kernel: str) -> Tiling:
+    """How `kernel` is cut for so many taps."""
+    if taps <= 8:
+        return Tiling(2, 8, 64, 8 if kernel == "convolve" else 5)
+    if taps <= 16:
+        return Tiling(2, 4, 64, 8 if kernel == "convolve" else 5)
+    return Tiling(1, 4, 64, 6 if kernel == "convolve" else 4)
 
 
 class Direct:
-    """See `bakeoff.ops.long_conv.run.Method`. Nothing is packed, and what gates multiplied is made again."""
-
-    keeps = False
+    """See `bakeoff.ops.long_conv.run.Method`. Nothing is packed."""
 
     def forward(self, given: Arguments, keep: bool) -> tuple[Tensor, Tensor | None]:
-        """(the output, None)."""
-        del keep
-        out, h = room_like(given.u), given.h
-        last = channels_last(out)
-        u = _laid_out(given.u, last)
-        gate_in, gate_out = _optional(given.gate_in, last), _optional(given.gate_out, last)
-        unit = _unit(last, u, gate_in, gate_out, out)
-        steps = [_steps(x, last, unit) for x in (u, gate_in, gate_out, out)]
-        (tiles, columns), sizes = _cut(u, last, unit)
-        _forward(
-            (tiles, columns, 1),
-            u, h, _dense(given.skip), gate_in, gate_out, out, *sizes, *sum(steps, ()), *h.stride(),
-            TAPS=_taps(u, h), LAST=last, UNIT=unit, TIMES=TIMES, CHANNELS=CHANNELS, num_warps=WARPS,
-        )  # fmt: skip
-        return out, None
+        """(the output, and if `keep` what `gate_out` multiplied)."""
+        call = _Call(given)
+        out = room_like(given.u)
+        y = room_like(given.u) if keep else None
+        call.convolve(out, y)
+        return out, y
 
     def backward(self, dout: Tensor, given: Arguments, y: Tensor | None, wanted: Sequence[bool]) -> Gradients:
         """The gradients that are `wanted`, in the arguments' order."""
-        del y
-        h, skip, room = given.h, given.skip, room_like(given.u)
-        last = channels_last(room)
-        du = room if wanted[0] else None
-        dgate_in, dgate_out = (room_like(room) if want else None for want in wanted[3:5])
-        dout, u = _laid_out(dout, last), _laid_out(given.u, last)
-        gate_in, gate_out = _optional(given.gate_in, last), _optional(given.gate_out, last)
-        read = (dout, u, gate_in, gate_out)
-        taps = _taps(u, h)
-        unit = _unit(last, *read, room)
-        steps = [_steps(x, last, unit) for x in (*read, room)]
-        (tiles, columns), sizes = _cut(u, last, unit)
-        programs = min(tiles, -(-multiprocessors(u.get_device()) * WAVES // columns))
-        tunes = wanted[1] or wanted[2]
-        partial = u.new_empty((programs, taps, u.shape[2]), dtype=torch.float32) if tunes else None
-        _backward(
-            (programs, columns, 1),
-            dout, u, h, _dense(skip), gate_in, gate_out, du, dgate_in, dgate_out, partial,
-            *sizes, tiles, *sum(steps, ()), *h.stride(),
-            TAPS=taps, LAST=last, UNIT=unit, TIMES=TIMES, CHANNELS=CHANNELS, num_warps=WARPS,
-        )  # fmt: skip
-        dh, dskip = (None, None) if partial is None else _filters(partial, h, skip)
+        call = _Call(given)
+        du, dgate_in, dgate_out = (room_like(given.u) if wanted[i] else None for i in (0, 3, 4))
+        partial = call.differentiate(_readable(dout), y, du, dgate_in, dgate_out, wanted[1] or wanted[2])
+        dh = dskip = None
+        if partial is not None:
+            sums, h, skip = partial.sum(0), given.h, given.skip
+            dh = torch.zeros_like(
+                h, memory_format=torch.contiguous_format
+            )  # 0 for taps beyond every sequence
+            dh[:, : call.taps] = sums.t()
+            dskip = None if skip is None else sums[0].to(skip.dtype)
         return Gradients(du, dh, dskip, dgate_in, dgate_out)
 
 
-def _filters(partial: Tensor, h: Tensor, skip: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The gradients of h and skip from every program's share; 0 for taps that reach beyond every sequence."""
-    sums = partial.sum(0)
-    dh = torch.zeros_like(h, memory_format=torch.contiguous_format)
-    dh[:, : sums.shape[0]] = sums.t()
-    return dh, None if skip is None else sums[0].to(skip.dtype)
+class _Call:
+    """What the launches of one call share."""
+
+    def __init__(self, given: Arguments) -> None:
+        self.u, self.gate_in, self.gate_out = (
+            None if x is None else _readable(x) for x in (given.u, given.gate_in, given.gate_out)
+        )
+        self.B, self.T, self.C = given.u.shape
+        self.taps = min(self.T, given.h.shape[1])
+        self.h = given.h.float()
+        self.none = self.h.new_empty(0)
+        self.skip = self.none if given.skip is None else given.skip.float().contiguous()
+        self.gates = (given.gate_in is not None) + 2 * (given.gate_out is not None)
+        self.multiprocessors = cuda.limits(given.u.device).multiprocessors
+
+    def convolve(self, out: Tensor, y: Tensor | None) -> None:
+        """Puts the output into `out`, and what the outer gate multiplies into `y`."""
+        read = (self.u, self.gate_in, self.gate_out)
+        how, kernels = self._kernels("convolve", (*read, out))
+        columns, pieces, length = self._cut(how)
+        kernels.launch(
+            "convolve", columns * self.B * pieces, how.threads, 0,
+            *self._all(*read), self.h, self.skip, out, self._all(y)[0],
+            self.T, self.C, columns, pieces, length, *self.h.stride(), *_steps(*read, out),
+        )  # fmt: skip
+
+    def differentiate(
+        self,
+        dout: Tensor,
+        y: Tensor | None,
+        du: Tensor | None,
+        dgate_in: Tensor | None,
+        dgate_out: Tensor | None,
+        tunes: bool,
+    ) -> Tensor | None:
+        """Fills the rooms it is given. If it `tunes`, [programs, taps, C], whose sum is h's gradient."""
+        room = next((x for x in (du, dgate_in, dgate_out) if x is not None), dout)
+        read = (dout, self.u, self.gate_in, self.gate_out, y)
+        how, kernels = self._kernels("differentiate", (*read, room))
+        columns, pieces, length = self._cut(how)
+        units = self.B * pieces
+        share = -(-units * columns // (how.blocks * self.multiprocessors))
+        programs = -(-units // share)
+        partial = self.h.new_empty((programs, self.taps, self.C)) if tunes else None
+        kernels.launch(
+            "differentiate", columns * programs, how.threads, 0,
+            *self._all(*read), self.h, self.skip, *self._all(du, dgate_in, dgate_out, partial),
+            self.T, self.C, columns, units, share, pieces, length, *self.h.stride(), *_steps(*read, room),
+        )  # fmt: skip
+        return partial
+
+    def _kernels(self, kernel: str, tensors: tuple[Tensor | None, ...]) -> tuple[Tiling, cuda.Module]:
+        assert self.u is not None
+        how = tiling(self.taps, kernel)
+        if not _aligned(how.width, self.C, tensors):
+            how = how._replace(width=1)
+        return how, _module(how, self.taps, self.gates, self.u.dtype, self.u.device)
+
+    def _cut(self, how: Tiling) -> tuple[int, int, int]:
+        """Blocks along the channels, pieces of each sequence, and their length."""
+        columns = -(-self.C // (how.threads * how.width))
+        pieces = _pieces(columns * self.B, self.T, self.taps, how.steps, how.blocks * self.multiprocessors)
+        return columns, pieces, -(-self.T // (pieces * how.steps)) * how.steps
+
+    def _all(self, *tensors: Tensor | None) -> list[Tensor]:
+        return [self.none if x is None else x for x in tensors]
 
 
-def _taps(u: Tensor, h: Tensor) -> int:
-    return min(u.shape[1], h.shape[1])
+@lru_cache(maxsize=256)
+def _module(how: Tiling, taps: int, gates: int, dtype: torch.dtype, device: torch.device) -> cuda.Module:
+    return cuda.Module(SOURCE, KERNELS, how.options(taps, gates, dtype), device)
 
 
-def _cut(u: Tensor, last: bool, unit: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """How many tiles there are along time and along channels, and what the kernels take as T, C and N."""
-    B, T, C = u.shape
-    tiles = -(-T // TIMES)
-    sizes = (T, C // unit, tiles) if last else (T // unit, C, tiles)
-    return (tiles * B, -(-C // CHANNELS)), sizes
+@lru_cache(maxsize=1024)
+def _pieces(rows: int, T: int, taps: int, steps: int, room: int) -> int:
+    """Into how many pieces a sequence is cut, at the least cost in waves of `room` blocks."""
+
+    def cost(pieces: int) -> float:
+        length = -(-T // (pieces * steps)) * steps
+        return -(-rows * pieces // room) * (length + _EDGE * taps)
+
+    most = max(1, T // max(taps, 4 * steps))
+    return min(range(1, most + 1), key=cost)
 
 
-def _laid_out(x: Tensor, last: bool) -> Tensor:
-    """x with a step of 1 along the channels if they come `last`, else along time; a copy if need be."""
-    if x.stride(2 if last else 1) == 1:
-        return x
-    return x.contiguous() if last else x.transpose(1, 2).contiguous().transpose(1, 2)
+def _readable(x: Tensor) -> Tensor:
+    """x with channels side by side and steps that fit into C's int; a copy if need be."""
+    return x if x.stride(2) == 1 and max(x.stride()) < 1 << 31 else x.contiguous()
 
 
-def _optional(x: Tensor | None, last: bool) -> Tensor | None:
-    return None if x is None else _laid_out(x, last)
+def _steps(*tensors: Tensor | None) -> list[int]:
+    """From sequence to sequence and from position to position, of each."""
+    return [step for x in tensors for step in ((0, 0) if x is None else x.stride()[:2])]
 
 
-def _dense(skip: Tensor | None) -> Tensor | None:
-    return None if skip is None else skip.contiguous()
-
-
-def _steps(x: Tensor | None, last: bool, unit: int) -> tuple[int, ...]:
-    """From sequence to sequence, and along the other axis, in units."""
-    return (0, 0) if x is None else (x.stride(0) // unit, x.stride(1 if last else 2) // unit)
-
-
-def _unit(last: bool, *tensors: Tensor | None) -> int:
-    """8 where every step, and the size of the axis without one, is a multiple of that."""
+def _aligned(width: int, C: int, tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether every position of every tensor begins where `width` channels can be read at once."""
     given = [x for x in tensors if x is not None]
-    numbers = [given[0].shape[2 if last else 1], *(step for x in given for step in _steps(x, last, 1))]
-    return 1 if any(number % 8 for number in numbers) else 8
+    numbers = [C, *(number for x in given for number in (*x.stride()[:2], x.data_ptr() // x.element_size()))]
+    return all(number % width == 0 for number in numbers)

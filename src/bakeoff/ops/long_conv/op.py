@@ -15,7 +15,7 @@ from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
 __all__ = ["OP"]
 
 _SHORT = 64  # the longest filter for which products were seen to beat FFTs on longer rows, on an H100
-MOST_TAPS = 4  # of `direct`, which holds a sum for each
+MOST_TAPS = 64  # of `direct`: as many sums and as long a window fill a thread's registers
 
 
 def check(case: Case) -> None:
@@ -166,8 +166,10 @@ def _direct(case: Case) -> str | None:
     if case.h.shape[1] > MOST_TAPS:
         return f"for filters of at most {MOST_TAPS} taps, not {case.h.shape[1]}"
     if case.u.stride[2] != 1:
-        return "for channels side by side in memory: slow along time"
-    return _kernels(case)
+        return "for channels side by side in memory"
+    if case.u.shape[1] * case.u.shape[2] >= 1 << 31:
+        return "the sequences are too large"
+    return cuda.missing() or _kernels(case)
 
 
 def _toeplitz(case: Case) -> str | None:
@@ -204,8 +206,11 @@ OP = Op(
             "bakeoff.ops.long_conv.autograd:direct",
             requires=("triton",),
             supports=_direct,
-            sources=(f"{_HERE}.rows", f"{_HERE}.direct", f"{_HERE}.kernels.direct", "bakeoff.launch"),
-            launches="bakeoff.launch:launches",
+            sources=(
+                *(f"{_HERE}.{room}" for room in ("rows", "run", "direct", "kernels:direct.cu")),
+                "bakeoff.cuda",
+            ),
+            launches="bakeoff.cuda:launches",
         ),
         Candidate(
             "toeplitz",

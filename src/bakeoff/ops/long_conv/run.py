@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from bakeoff.ops.long_conv.rows import empty_rows, result, rows, unpack
+from bakeoff.ops.long_conv.rows import empty_rows, result, room_like, rows, unpack
 
 __all__ = ["Arguments", "Convolver", "Gradients", "Method", "OnRows"]
 
@@ -31,13 +32,11 @@ class Gradients(NamedTuple):
 
 
 class Method(Protocol):
-    """Computes long_conv and its gradients, for arguments that a candidate supports; causal."""
-
-    keeps: bool
-    """Whether `forward` returns, when asked to keep it, what `gate_out` multiplied."""
+    """Computes long_conv and its gradients, for arguments that a candidate supports; causal. Results lie as
+    `room_like` has them."""
 
     def forward(self, given: Arguments, keep: bool) -> tuple[Tensor, Tensor | None]:
-        """(the output, and if `keep` what `backward` takes as y)."""
+        """(the output, and if `keep` what `gate_out` multiplied, which `backward` takes as y)."""
 
     def backward(self, dout: Tensor, given: Arguments, y: Tensor | None, wanted: Sequence[bool]) -> Gradients:
         """The gradients that are `wanted`, in the arguments' order."""
@@ -64,8 +63,6 @@ class Convolver(Protocol):
 class OnRows:
     """The method of a convolver of rows."""
 
-    keeps = True
-
     def __init__(self, convolver: Convolver) -> None:
         self.convolver = convolver
 
@@ -90,8 +87,8 @@ class OnRows:
             dh, dskip = self.convolver.gradients(v, rows(dout, gate_out), h, skip, dv, u.shape[1])
             if dv is not None and du is None:
                 du, dgate_in = unpack(dv, u, gate_in, u, both=wanted[3])
-        dgate_out = dout * y if wanted[4] and y is not None else None
-        return Gradients(du, dh, dskip, dgate_in, dgate_out)
+        dgate_out = torch.mul(dout, y, out=room_like(u)) if wanted[4] and y is not None else None
+        return Gradients(du if wanted[0] else None, dh, dskip, dgate_in, dgate_out)
 
 
 def _room(like: Tensor, plain: bool) -> tuple[Tensor | None, Tensor]:
