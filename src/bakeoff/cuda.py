@@ -2,8 +2,9 @@
 builds bring along: no build step and no compiler to install.
 """
 
+import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,25 @@ class Module:
         of C's type int."""
         global _count
         _count += 1
+        # Eight bytes for each, of which the driver reads as many as the kernel's argument has.
+        values = (ctypes.c_int64 * len(args))(*(x.data_ptr() if isinstance(x, Tensor) else x for x in args))
+        start = ctypes.addressof(values)
+        places = (ctypes.c_void_p * len(args))(*range(start, start + 8 * len(args), 8))
         with torch.cuda.device(self.device):
-            self.kernels[kernel](
-                grid=(blocks, 1, 1), block=(threads, 1, 1), args=list(args), shared_mem=shared
+            stream = torch.cuda.current_stream().cuda_stream
+            status = _driver().cuLaunchKernel(
+                self.kernels[kernel].func, blocks, 1, 1, threads, 1, 1, shared, stream, places, None
             )
+        if status:
+            raise RuntimeError(f"CUDA refused to launch {kernel}: error {status} of the driver")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    """The driver's library, which PyTorch's own launches open anew each time."""
+    from torch.cuda import _utils
+
+    found: ctypes.CDLL = _utils._get_cuda_library()
+    size, pointer = ctypes.c_uint, ctypes.c_void_p
+    found.cuLaunchKernel.argtypes = [pointer, *[size] * 7, pointer, pointer, pointer]
+    return found

@@ -54,15 +54,15 @@ def convolution(columns, dtype, target, *, backwards=False, parts=1) -> Built:
 
 @pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
 @pytest.mark.parametrize("gates", [0, 3], ids=["plain", "gated"])
-@pytest.mark.parametrize("taps", [1, 4, 16, 64])
+@pytest.mark.parametrize("taps", [1, 4, 16, 32, 64])
 def test_direct_stays_in_registers(taps, gates, target):
     """But for a few bytes of local memory a thread."""
     for kernel in direct.KERNELS:
-        how = direct.tiling(taps, kernel)
+        how = direct.tiling(taps, gates, kernel)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             built = build_cuda(ROOT / direct.SOURCE, how.options(taps, gates, dtype), target)
             assert set(built) == set(direct.KERNELS)
-            assert built[kernel].spills <= 64
+            assert built[kernel].spills <= 128
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 
+import bakeoff
 from bakeoff.graphs import NotCapturable, capture_step, forbid_sync
 from bakeoff.models.llm_med import Config, LLMMed
+from bakeoff.optim import AdamW
 
 # Read by cuBLAS when it starts; deterministic mode asks for it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -281,6 +283,29 @@ def test_a_scheduler_around_the_step_needs_a_tensor_rate() -> None:
     step.reset()
     run(toy, step, 6)
     assert step.captured
+
+
+def test_our_optimizer_takes_a_number_and_a_scheduler_around_the_step() -> None:
+    """Replays read its learning rate from the device, so a scheduler may change the number between them."""
+
+    def trained(captured: bool) -> tuple[list[Tensor], list[Tensor]]:
+        toy = Toy(dropout=0.0)
+        toy.optimizer = AdamW(toy.model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(toy.optimizer, 1, gamma=0.5)
+        step = capture_step(toy.step) if captured else toy.step
+        losses = []
+        for x, y in batches():
+            losses.append(step(x.cuda(), y.cuda()).detach().clone())
+            schedule.step()
+        assert not captured or step.captured
+        assert toy.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.5**STEPS)
+        return losses, toy.state()
+
+    torch.use_deterministic_algorithms(True)
+    with bakeoff.using(adamw_="triton", global_norm="triton"):
+        (expected, ended), (found, reached) = trained(False), trained(True)
+    assert same(expected, found)
+    assert same(ended, reached)
 
 
 def test_autocast_belongs_inside() -> None:

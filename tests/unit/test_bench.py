@@ -30,7 +30,7 @@ from bakeoff.bench.exact import exact
 from bakeoff.bench.results import Env, File, ResultsError
 from bakeoff.bench.suites import CPU_ELEMENTS, Cell, cells, cpu_cases, shrunk
 from bakeoff.errors import ContestError
-from bakeoff.select import Case, Explanation, Op, TensorMeta, Verdict, find_op
+from bakeoff.select import Case, Explanation, Op, TensorMeta, Verdict, find_op, registry
 from bakeoff.select.key import key, layout
 from bakeoff.select.measure import Timing
 from bakeoff.select.op import resolve
@@ -412,6 +412,14 @@ def test_host_and_overhead_of_real_calls(rms_norm: Op) -> None:
     small = regret._tiny(rms_norm, "cpu").case
     assert all(meta.numel <= regret.TINY for meta in small.tensors.values())
     assert small.needs_grad
+
+
+def test_every_op_has_a_tiny_call() -> None:
+    """Those without gradients, too: forward alone."""
+    for op in registry.values():
+        cell = regret._tiny(op, "cpu")
+        assert cell.direction == ("both" if any(case.needs_grad for case in op.cases()) else "forward")
+        assert cell.case.needs_grad == (cell.direction == "both")
 
 
 def test_selection_suite_writes_its_file(

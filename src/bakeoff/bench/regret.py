@@ -266,10 +266,12 @@ def _store(file: File, out: Path, rows: Sequence[SelectionRow]) -> None:
 
 
 def _tiny(op: Op, device: str) -> Cell:
-    """The first case of the grid that wants gradients, small enough that only the host's time counts."""
-    case = next(case for case in op.cases() if case.needs_grad)
+    """The first case of the grid, with gradients if the op has any, small enough that only the host's time
+    counts."""
+    grid = op.cases()
+    case = next((case for case in grid if case.needs_grad), grid[0])
     small = shrunk(op, Case(case.args, device, ""), TINY)
-    return Cell(op, Case(small.args, device, case.name), "both")
+    return Cell(op, Case(small.args, device, case.name), "both" if case.needs_grad else "forward")
 
 
 def _times(timing: Timing | None, limit: float) -> dict[str, float | None]:

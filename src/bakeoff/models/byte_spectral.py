@@ -163,7 +163,7 @@ def _filter(config: Config) -> Poles | Taps | WholeRow:
 
 
 class Mixer(nn.Module):
-    """out(q * (h * (k v))), or attention instead; q, k, v are projections behind a causal convolution of 4 taps."""
+    """out(q * (h * (k v))), or attention instead; q, k, v are projections behind a convolution of 4 taps."""
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()

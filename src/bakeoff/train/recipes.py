@@ -50,9 +50,9 @@ def byte_spectral_tiny() -> Config:
 
 
 def byte_spectral_small() -> Config:
-    """As llm-med, with filters of 64 taps in place of attention in all blocks but the last."""
+    """As llm-med, with filters of 32 taps in place of attention in all blocks but the last."""
     base = llm_med_small()
-    model = byte_spectral.Config.sizes("small", filter="taps", taps=64, attention_every=6)
+    model = byte_spectral.Config.sizes("small", filter="taps", taps=32, attention_every=6)
     return msgspec.structs.replace(base, recipe="byte-spectral", model=model)
 
 
