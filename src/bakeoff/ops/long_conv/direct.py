@@ -64,10 +64,7 @@ class Direct:
         dh = dskip = None
         if partial is not None:
             sums, h, skip = partial.sum(0), given.h, given.skip
-            dh = torch.zeros_like(
-                h, memory_format=torch.contiguous_format
-            )  # 0 for taps beyond every sequence
-            dh[:, : call.taps] = sums.t()
+            dh = torch.empty_like(h, memory_format=torch.contiguous_format).copy_(sums.t())
             dskip = None if skip is None else sums[0].to(skip.dtype)
         return Gradients(du, dh, dskip, dgate_in, dgate_out)
 
@@ -80,8 +77,8 @@ class _Call:
             None if x is None else _readable(x) for x in (given.u, given.gate_in, given.gate_out)
         )
         self.B, self.T, self.C = given.u.shape
-        self.taps = min(self.T, given.h.shape[1])
         self.h = given.h.float()
+        self.taps = self.h.shape[1]
         self.none = self.h.new_empty(0)
         self.skip = self.none if given.skip is None else given.skip.float().contiguous()
         self.gates = (given.gate_in is not None) + 2 * (given.gate_out is not None)

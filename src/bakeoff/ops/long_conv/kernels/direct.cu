@@ -1,10 +1,10 @@
 // Causal convolution with few taps, one product after another, on tensors [B, T, C] whose channels lie side by side.
 //
-// A thread has one channel of a piece of a sequence, and walks along it by STEPS positions. Every value is read once (but
-// for TAPS - 1 at a piece's edge), STEPS positions before it is needed. Forward, an input is added to the TAPS sums that
-// it has a part in, which are in registers, in float32. Backward, which walks towards the start, the gradient of v[s] is
-// the sum over j of h[j] dy[s + j], that of h[j] the sum over s of v[s] dy[s + j]: one window of dy, in registers, serves
-// both.
+// A thread has one channel of a piece of a sequence, and walks along it by STEPS positions. Every value is read once,
+// STEPS positions before it is needed, but for TAPS - 1 at a piece's edge. Forward, an input is added to the TAPS sums
+// that it has a part in, which are in registers, in float32. Backward, which walks towards the start, the gradient of
+// v[s] is the sum over j of h[j] dy[s + j], that of h[j] the sum over s of v[s] dy[s + j]: one window of dy, in
+// registers, serves both.
 //
 // Compiled with -D for: TAPS; STEPS; THREADS of a block, of which BLOCKS are wanted on a multiprocessor; GATES, 1 if
 // there is a gate_in, plus 2 if there is a gate_out; and DATA, one of 0 (float32), 1 (bfloat16), 2 (float16).
@@ -101,7 +101,8 @@ convolve(data_t *u, data_t *gate_in, data_t *gate_out, const float *h, const flo
     _Pragma("unroll 1") for (int t = start; t < here.end; t += STEPS) {
         float v[STEPS], gates[STEPS];
         UNROLL for (int i = 0; i < STEPS; i++) {
-            v[i] = GATES & 1 ? widened(next[i]) * widened(next_in[i]) : widened(next[i]);
+            v[i] = widened(next[i]);
+            if (GATES & 1) v[i] *= widened(next_in[i]);
             if (GATES & 2) gates[i] = widened(next_gate[i]);
             int later = t + STEPS + i;
             next[i] = from.get(later, 0, here.end);
@@ -181,7 +182,10 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
                 if (GATES & 2) next_y[i] = y.get(sooner, 0, gate_end);
             }
             float v[STEPS], dv[STEPS] = {};
-            UNROLL for (int i = 0; i < STEPS; i++) v[i] = GATES & 1 ? widened(now_x[i]) * widened(now_in[i]) : widened(now_x[i]);
+            UNROLL for (int i = 0; i < STEPS; i++) {
+                v[i] = widened(now_x[i]);
+                if (GATES & 1) v[i] *= widened(now_in[i]);
+            }
             UNROLL for (int j = TAPS - 1; j >= 0; j--)
                 UNROLL for (int i = 0; i < STEPS; i++) dv[i] += taps[j] * window[i + j];
             UNROLL for (int j = 0; j < TAPS; j += 4) {
