@@ -241,9 +241,9 @@ def direct(monkeypatch):
     direct_room._module.cache_clear()
 
 
-def narrow(taps, gates, kernel):
+def narrow(kernel, taps, gates):
     """As `direct.tiling`, with small blocks."""
-    return tiling(taps, gates, kernel)._replace(threads=8, blocks=2)
+    return tiling(kernel, taps, gates)._replace(threads=8, blocks=2)
 
 
 DIRECT_SHAPES = [

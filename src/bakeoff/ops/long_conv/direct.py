@@ -11,7 +11,7 @@ from bakeoff import cuda
 from bakeoff.ops.long_conv.rows import room_like
 from bakeoff.ops.long_conv.run import Arguments, Gradients
 
-__all__ = ["KERNELS", "SOURCE", "Direct", "Tiling", "tiling"]
+__all__ = ["KERNELS", "SOURCE", "Direct", "Tiling", "options", "tiling"]
 
 SOURCE = "ops/long_conv/kernels/direct.cu"
 KERNELS = ("convolve", "differentiate")
@@ -27,14 +27,8 @@ class Tiling(NamedTuple):
     blocks: int
     """Wanted on a multiprocessor."""
 
-    def options(self, taps: int, gates: int, dtype: torch.dtype) -> list[str]:
-        """What `kernels/direct.cu` is compiled with."""
-        given = {"TAPS": taps, "GATES": gates, "DATA": _DATA[dtype]}
-        given |= {"STEPS": self.steps, "THREADS": self.threads, "BLOCKS": self.blocks}
-        return [f"-D{name}={value}" for name, value in given.items()]
 
-
-def tiling(taps: int, gates: int, kernel: str) -> Tiling:
+def tiling(kernel: str, taps: int, gates: int) -> Tiling:
     """How `kernel` is cut for so many taps, with or without gates: the fastest of some twenty on an H100."""
     if kernel == "convolve":
         return Tiling(8, 64, 5 if taps <= 8 else 4)
@@ -43,6 +37,13 @@ def tiling(taps: int, gates: int, kernel: str) -> Tiling:
     if taps <= 16:
         return Tiling(8, 64, 6)
     return Tiling(8 if taps <= 32 else 6, 64, 4)
+
+
+def options(kernel: str, how: Tiling, taps: int, gates: int, dtype: torch.dtype) -> list[str]:
+    """What `kernels/direct.cu` is compiled with."""
+    given = {"BACKWARD": KERNELS.index(kernel), "TAPS": taps, "GATES": gates, "DATA": _DATA[dtype]}
+    given |= {"STEPS": how.steps, "THREADS": how.threads, "BLOCKS": how.blocks}
+    return [f"-D{name}={value}" for name, value in given.items()]
 
 
 class Direct:
@@ -122,8 +123,8 @@ class _Call:
         return partial
 
     def _kernels(self, kernel: str) -> tuple[Tiling, cuda.Module]:
-        how = tiling(self.taps, self.gates, kernel)
-        return how, _module(how, self.taps, self.gates, self.dtype, self.device)
+        how = tiling(kernel, self.taps, self.gates)
+        return how, _module(kernel, how, self.taps, self.gates, self.dtype, self.device)
 
     def _cut(self, how: Tiling) -> tuple[int, int, int]:
         """Blocks along the channels, pieces of each sequence, and their length."""
@@ -136,8 +137,10 @@ class _Call:
 
 
 @lru_cache(maxsize=256)
-def _module(how: Tiling, taps: int, gates: int, dtype: torch.dtype, device: torch.device) -> cuda.Module:
-    return cuda.Module(SOURCE, KERNELS, how.options(taps, gates, dtype), device)
+def _module(
+    kernel: str, how: Tiling, taps: int, gates: int, dtype: torch.dtype, device: torch.device
+) -> cuda.Module:
+    return cuda.Module(SOURCE, [kernel], options(kernel, how, taps, gates, dtype), device)
 
 
 @lru_cache(maxsize=1024)

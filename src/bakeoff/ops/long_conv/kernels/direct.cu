@@ -7,7 +7,8 @@
 // registers, serves both.
 //
 // Compiled with -D for: TAPS; STEPS; THREADS of a block, of which BLOCKS are wanted on a multiprocessor; GATES, 1 if
-// there is a gate_in, plus 2 if there is a gate_out; and DATA, one of 0 (float32), 1 (bfloat16), 2 (float16).
+// there is a gate_in, plus 2 if there is a gate_out; DATA, one of 0 (float32), 1 (bfloat16), 2 (float16); and BACKWARD,
+// 0 for `convolve`, 1 for `differentiate`, as each is cut otherwise.
 
 #define DEVICE static __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
@@ -75,6 +76,7 @@ DEVICE Place place(int unit, int column, int pieces, int length, int T) {
     return {column * THREADS + (int)threadIdx.x, b, first, first + length < T ? first + length : T};
 }
 
+#if !BACKWARD
 // out = y gate_out with y = h * (u gate_in) + skip u gate_in, and y itself if there is room for it. A block has a
 // piece of a sequence, of `pieces`.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -123,7 +125,7 @@ convolve(data_t *u, data_t *gate_in, data_t *gate_out, const float *h, const flo
             }
     }
 }
-
+#else
 // The gradients of u and of the gates, and in partial[program, j, c] the share of h's that a block's pieces, one after
 // another, have. Those without room aren't wanted. `kept` is y of `convolve`. Results lie like `du`, with its steps.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -203,3 +205,4 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
     if (partial)
         UNROLL for (int j = 0; j < TAPS; j++) partial[((long long)program * TAPS + j) * C + here.c] = sums[j];
 }
+#endif
