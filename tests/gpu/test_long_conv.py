@@ -87,6 +87,18 @@ def test_torch_compile_whole_with_any_length(impl):
             assert torch.equal(a, b)
 
 
+def test_torch_compile_without_gates(impl):
+    """Nothing is kept for a gate then."""
+    u, h, *_ = tensors(impl, 2, 200, 40, 30)
+    compiled = torch.compile(lambda u, h: long_conv(u, h, impl=impl), fullgraph=True)
+    found = []
+    for call in (compiled, lambda u, h: long_conv(u, h, impl=impl)):
+        out = call(u, h)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (u, h))))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_opcheck(impl):
     torch.library.opcheck(_forward_op, (*tensors(impl, 2, 70, 40, 30), True, impl))
 

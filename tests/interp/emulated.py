@@ -57,7 +57,7 @@ class Module:
         pointers = (ctypes.c_void_p * len(given))(
             *(ctypes.cast(ctypes.byref(a), ctypes.c_void_p) for a in given)
         )
-        assert self.library.emulate(kernel.encode(), blocks, threads, shared, pointers) == 0
+        assert self.library.emulate(kernel.encode(), blocks, threads, shared, pointers, len(given)) == 0
 
     @staticmethod
     def _argument(value):

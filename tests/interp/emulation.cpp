@@ -124,17 +124,16 @@ static void run(void (*kernel)(A...), int blocks, int threads, int shared, void 
 }
 
 template <class... A>
-static void run(void (*kernel)(A...), int blocks, int threads, int shared, void **args) {
+static int run(void (*kernel)(A...), int blocks, int threads, int shared, void **args, int given) {
+    if (given != sizeof...(A)) return 2;
     run(kernel, blocks, threads, shared, args, std::index_sequence_for<A...>());
+    return 0;
 }
 
-// As cuLaunchKernel: pointers to the arguments.
-extern "C" int emulate(const char *name, int blocks, int threads, int shared, void **args) {
+// As cuLaunchKernel: pointers to the arguments, but how many there are, too.
+extern "C" int emulate(const char *name, int blocks, int threads, int shared, void **args, int given) {
 #define KERNEL(kernel) \
-    if (std::string(name) == #kernel) { \
-        run(kernel, blocks, threads, shared, args); \
-        return 0; \
-    }
+    if (std::string(name) == #kernel) return run(kernel, blocks, threads, shared, args, given);
     KERNELS
     return 1;
 }

@@ -15,7 +15,7 @@ from bakeoff.ops.long_conv import plan as plan_room
 from bakeoff.ops.long_conv.direct import tiling
 from bakeoff.ops.long_conv.plan import Plan, plan
 from bakeoff.ops.long_conv.reference import long_conv as reference
-from bakeoff.ops.long_conv.rows import rows, unpack
+from bakeoff.ops.long_conv.rows import room_like, rows, unpack
 from bakeoff.select.op import TensorMeta
 from bakeoff.select.poison import Poison
 from bakeoff.select.verify import verify, yardsticks
@@ -28,14 +28,24 @@ GATED, PLAIN = (True, True, True), (False, False, False)
 
 @pytest.fixture(params=["toeplitz", "fft"])
 def candidate(request, monkeypatch):
+    """Each candidate that takes filters of any length in turn."""
+    return emulated(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["toeplitz", "fft", "direct"])
+def every(request, monkeypatch):
     """Each candidate in turn."""
-    if request.param == "fft":
+    return emulated(request.param, monkeypatch)
+
+
+def emulated(name, monkeypatch):
+    if name != "toeplitz":
         if shutil.which("g++") is None:
             pytest.skip("emulating CUDA needs g++")
         emulate(monkeypatch)
-        for cache in (fft_room._kernels, fft_room._twiddles):
+        for cache in (fft_room._kernels, fft_room._twiddles, direct_room._module):
             cache.cache_clear()
-    return OP.by_name[request.param]
+    return OP.by_name[name]
 
 
 def tensors(B, T, C, L, dtype=torch.float32, optional=GATED, major=False, wide_filter=True):
@@ -232,13 +242,8 @@ def test_rows_are_not_copied(candidate):
 @pytest.fixture
 def direct(monkeypatch):
     """The candidate for few taps, with room for few blocks, so that they have several pieces each."""
-    if shutil.which("g++") is None:
-        pytest.skip("emulating CUDA needs g++")
-    emulate(monkeypatch)
     monkeypatch.setattr(direct_room, "tiling", narrow)
-    direct_room._module.cache_clear()
-    yield OP.by_name["direct"]
-    direct_room._module.cache_clear()
+    return emulated("direct", monkeypatch)
 
 
 def narrow(kernel, taps, gates):
@@ -295,6 +300,48 @@ def test_direct_keeps_what_is_not_finite_within_its_taps(direct):
         touched[1, 40:47, 0] = True
         assert torch.equal(got.isfinite(), ~touched)
         assert torch.equal(got[~touched], want[~touched])
+
+
+@pytest.mark.parametrize("optional", [PLAIN, GATED, (0, 1, 0), (0, 0, 1)], ids=str)
+def test_compiled_calls_equal_eager_ones(every, optional):
+    """Each gradient alone, too: what isn't kept or wanted is an empty tensor inside a graph."""
+    args = tensors(2, 40, 6, 4, optional=optional)
+    places = [i for i, a in enumerate(args) if a is not None]
+    compiled = torch.compile(lambda *given: every.call(*given, True), backend="aot_eager")
+    for wanted in [places, *([place] for place in places)]:
+        found = []
+        for fn in (lambda *given: every.call(*given, True), compiled):
+            given = [
+                None if a is None else a.detach().requires_grad_(i in wanted) for i, a in enumerate(args)
+            ]
+            out = fn(*given)
+            found.append((out, *torch.autograd.grad(out.square().sum(), [given[i] for i in wanted])))
+        for mine, theirs in zip(*found, strict=True):
+            assert torch.equal(mine, theirs)
+    torch._dynamo.reset()
+
+
+def test_direct_on_overlapping_windows(direct):
+    """Whose strides a result can't have."""
+    u = torch.randn(2, 32).unfold(1, 24, 1)
+    check(direct, [u.detach().requires_grad_(), *tensors(2, 9, 24, 4)[1:]])
+
+
+def test_room_whose_offsets_fit_into_an_int():
+    batch_inside = torch.empty(1 << 15, 64, 512, device="meta").transpose(0, 1)
+    assert room_like(batch_inside).stride() == (512, 1 << 15, 1)
+    batch_inside = torch.empty(1 << 15, 128, 512, device="meta").transpose(0, 1)
+    assert room_like(batch_inside).is_contiguous()
+
+
+def test_taps_beyond_the_sequence_have_no_effect(every):
+    u, h = torch.randn(1, 3, 2), torch.randn(2, 12)
+    want = reference(u, h)
+    h[:, 3:] = float("inf")
+    for method in (every, OP.by_name["eager"]):
+        for taps in (12, 6):
+            got = method.call(u, h[:, :taps], None, None, None, True)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_direct_passes_the_contest_verification(direct):

@@ -26,7 +26,7 @@ def long_conv(
 
     ``causal=False`` takes the filter to both sides: y[t] = sum over |t - s| < L of h[|t-s|] v[s].
 
-    Sums are taken in float32 (float64 where u, h or skip is float64); v and y are rounded to u's dtype, as
+    Sums are taken in float32 (float64 where u, h or skip is float64); v and y may be rounded to u's dtype, as
     products with the gates in that dtype are.
 
     Args:

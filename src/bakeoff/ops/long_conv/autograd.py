@@ -83,7 +83,8 @@ def _backward_op(
     wanted: list[bool],
     method: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = _METHODS[method].backward(dout, Arguments(u, h, skip, gate_in, gate_out), y, wanted)
+    kept = y if wanted[4] else None  # empty where the forward kept nothing
+    found = _METHODS[method].backward(dout, Arguments(u, h, skip, gate_in, gate_out), kept, wanted)
     du, dh, dskip, din, dgate = (u.new_empty(0) if g is None else g for g in found)
     return du, dh, dskip, din, dgate
 

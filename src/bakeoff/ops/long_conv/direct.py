@@ -29,7 +29,8 @@ class Tiling(NamedTuple):
 
 
 def tiling(kernel: str, taps: int, gates: int) -> Tiling:
-    """How `kernel` is cut for so many taps, with or without gates: the fastest of some twenty on an H100."""
+    """How `kernel` is cut for so many taps, with or without gates: by sweeps with 4, 16, 32 and 64 taps on an
+    H100 (results/h100/direct.csv)."""
     if kernel == "convolve":
         return Tiling(8, 64, 5 if taps <= 8 else 4)
     if taps <= 8:

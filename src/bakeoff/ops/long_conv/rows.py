@@ -32,9 +32,11 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
 
 
 def room_like(x: torch.Tensor) -> torch.Tensor:
-    """Room for a result laid out like x, if x has times or channels side by side."""
+    """Room for a result laid out like x, if x has times or channels side by side and offsets along time fit
+    into 31 bits."""
     out = torch.empty_like(x)
-    return out if 1 in out.stride()[1:] else x.new_empty(x.shape)
+    same = out.stride(2) == 1 if x.stride(2) == 1 else out.stride(1) == 1
+    return out if same and out.stride(1) * x.shape[1] < 1 << 31 else x.new_empty(x.shape)
 
 
 def _are_rows(x: torch.Tensor) -> bool:

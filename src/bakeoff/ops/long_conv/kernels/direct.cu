@@ -60,9 +60,9 @@ struct Line {
     __device__ __forceinline__ void put(int t, float x) const { data[t * step] = narrowed(x); }
 };
 
-// The filter of a channel, the skip added to its first tap.
-DEVICE void read_taps(float taps[TAPS], const float *h, const float *skip, int c, int h_c, int h_l) {
-    UNROLL for (int j = 0; j < TAPS; j++) taps[j] = h[(long long)c * h_c + (long long)j * h_l];
+// The filter of a channel, the skip added to its first tap; 0 for taps beyond every sequence.
+DEVICE void read_taps(float taps[TAPS], const float *h, const float *skip, int c, int h_c, int h_l, int T) {
+    UNROLL for (int j = 0; j < TAPS; j++) taps[j] = j < T ? h[(long long)c * h_c + (long long)j * h_l] : 0.f;
     if (skip) taps[0] += skip[c];
 }
 
@@ -90,7 +90,7 @@ convolve(data_t *u, data_t *gate_in, data_t *gate_out, const float *h, const flo
     Line gate = Line::of(gate_out, here.b, here.c, gate_b, gate_t);
     Line to = Line::of(out, here.b, here.c, out_b, out_t), keep = Line::of(kept, here.b, here.c, out_b, out_t);
     float taps[TAPS];
-    read_taps(taps, h, skip, here.c, h_c, h_l);
+    read_taps(taps, h, skip, here.c, h_c, h_l, T);
 
     float sums[TAPS] = {};  // sums[j]: what inputs before t add to the output at t + j
     int start = here.first - (TAPS - 1 + STEPS - 1) / STEPS * STEPS;
@@ -138,7 +138,7 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
     Place here = place(0, column, pieces, length, T);
     if (here.c >= C) return;
     float taps[TAPS], sums[TAPS] = {};
-    read_taps(taps, h, skip, here.c, h_c, h_l);
+    read_taps(taps, h, skip, here.c, h_c, h_l, T);
 
     int last = (program + 1) * share < units ? (program + 1) * share : units;
     _Pragma("unroll 1") for (int unit = program * share; unit < last; unit++) {
