@@ -42,3 +42,18 @@ def test_other_errors_are_the_caller_s(caplog: pytest.LogCaptureFixture) -> None
     with pytest.raises(RuntimeError):
         call(torch.randn(4, 6), torch.randn(5))
     assert not [record for record in caplog.records if record.name == "bakeoff"]
+
+
+def test_a_default_device_is_none_of_the_formulas_business() -> None:
+    """Dynamo can't trace every method of tensors under the mode that sets it."""
+
+    def halves(x: Any) -> Any:
+        return x.unflatten(-1, (2, -1)).sum(-1)
+
+    call = compiled(halves)
+    x = torch.randn(3, 8)
+    torch.set_default_device("cpu")
+    try:
+        assert torch.equal(call(x), halves(x))
+    finally:
+        torch.set_default_device(None)

@@ -349,6 +349,46 @@ def test_a_wrapper_tensor_runs_on_plain_pytorch(op: Op) -> None:
     assert who(result, x, w) == "eager"
 
 
+def test_an_override_that_a_wrapper_tensor_passes_by_is_said(
+    op: Op, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrapped(torch.Tensor):
+        pass
+
+    monkeypatch.setattr(dispatch_module, "_said", set())
+    with using(**{op.name: "two"}):
+        op(torch.randn(4, 8).as_subclass(Wrapped), torch.randn(8), None)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "bakeoff"]
+    assert "Wrapped redefines what PyTorch's functions do" in line
+
+
+def test_a_parameter_of_a_class_of_its_own_is_a_parameter(op: Op) -> None:
+    class Scale(torch.nn.Parameter):
+        pass
+
+    x, w = torch.randn(4, 8), torch.randn(8)
+    with using(**{op.name: "two"}), torch.no_grad():
+        assert who(op(x, Scale(w), None), x, w) == "two"
+
+
+def test_calls_with_and_without_an_optional_tensor_are_both_remembered(
+    op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided: list[Any] = []
+    decide = dispatch_module.decide
+    monkeypatch.setattr(
+        dispatch_module,
+        "decide",
+        lambda *args: decided.append(args) or decide(*args),  # type: ignore[func-returns-value]
+    )
+    x, w = torch.randn(4, 8), torch.randn(8)
+    for _ in range(3):
+        op(x, w, None)
+        op(x, w, torch.ones(8))
+        op(x, w, 2.0)
+    assert len(decided) == 3
+
+
 def test_a_winner_that_cannot_take_this_very_case_gives_way_to_the_next(op: Op) -> None:
     learn(op, "two")
     absent = zoo.with_candidates(

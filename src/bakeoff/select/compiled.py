@@ -49,6 +49,11 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
                 _twin(formula), fullgraph=True, dynamic=False if static else None
             )
         try:
+            if (
+                torch._C._len_torch_function_stack()
+            ):  # torch.set_default_device, which Dynamo can't always trace
+                with torch._C.DisableTorchFunction():
+                    return found(*args)
             return found(*args)
         except Exception as error:
             if type(error).__name__ != "FailOnRecompileLimitHit":

@@ -39,9 +39,27 @@ def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
     if impl is not None:
         return _explicit(op, args, impl)(*args)
     case = checked(op, args)
-    if any(type(a) not in (torch.Tensor, torch.nn.Parameter) for a in args if isinstance(a, torch.Tensor)):
-        return op.incumbent.call(*args)  # a wrapper tensor: plain PyTorch composes with it, kernels may not
+    wrapper = next((type(a) for a in args if isinstance(a, torch.Tensor) and _wraps(type(a))), None)
+    if wrapper is not None:
+        settings = policy.current()
+        asked = settings.policy == "strict" or op.name in dict(settings.overrides)
+        _say_once(
+            f"{wrapper.__module__}.{wrapper.__qualname__} redefines what PyTorch's functions do: {op.name} "
+            f"runs on plain PyTorch, which composes with it",
+            logging.WARNING if asked else logging.INFO,
+        )
+        return op.incumbent.call(*args)
     return decide(op, case, hot.fingerprint(op, args))(*args)
+
+
+def _wraps(kind: type) -> bool:
+    """Whether tensors of this class may redefine what PyTorch's functions do, as no parameters do."""
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return False
+    return (
+        kind.__torch_function__ is not torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
+        or kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+    )
 
 
 def decide(op: Op, case: Case, where: tuple[Any, ...]) -> Callable[..., Any]:

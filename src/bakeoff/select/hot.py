@@ -61,10 +61,13 @@ def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
             if (mode, others(args)) in expected:
                 given = tensors(args)
                 for tensor in given:
+                    if tensor.__class__ in _SCALARS:  # None, say, in an optional tensor's place
+                        break
                     if tensor.is_nested:  # it has no strides, for which check() ends the process
                         return None
-                if check(*given):
-                    return call  # type: ignore[no-any-return]
+                else:
+                    if check(*given):
+                        return call  # type: ignore[no-any-return]
     found: Callable[..., Any] | None = decided.get(fingerprint(op, args))
     if found is not None and (guarded is None or len(guarded) < _MOST_GUARDED):
         _guard(decided, op, args, found)

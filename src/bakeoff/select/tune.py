@@ -92,7 +92,7 @@ def tune(
     """Seconds a contest took on average."""
     retrace = False
     with Worker(announce=announce) as worker:
-        if budget_s > 0 and not any(cache_dir().glob("*.json")):
+        if budget_s > 0 and not _tables():
             worker.start()  # nothing is known yet: contests are certain, and the worker loads beside the step
         with recording() as recorded:
             step()
@@ -147,6 +147,14 @@ def settle(op: Op, case: Case, regime: str) -> None:
         except ContestError as error:
             _failed.add(name)
             log.warning("%s", error)
+
+
+def _tables() -> bool:
+    """Whether there is a table of this user's."""
+    try:
+        return any(cache_dir().glob("*.json"))
+    except OSError:  # a folder that can't be entered
+        return False
 
 
 def _known(op: Op, names: Sequence[str], device: str, peers: bool) -> list[Verdict]:
