@@ -168,6 +168,16 @@ def test_a_foreign_checkpoint_leaves_the_choice_of_candidate_alone() -> None:
     assert stepper.impl is None
 
 
+def test_state_is_loaded_onto_the_parameters_device_whatever_the_default() -> None:
+    params = parameters()
+    stepper = AdamW(params)
+    train([stepper], [params], 1)
+    loaded = AdamW(params)
+    with torch.device("meta"):
+        loaded.load_state_dict(stepper.state_dict())
+    assert {(s["step"].device.type, s["step"].item()) for s in loaded.state.values()} == {("cpu", 1.0)}
+
+
 def test_a_hook_may_replace_the_state_that_is_loaded() -> None:
     params = parameters(torch.bfloat16, [(3,), (3,)])
     stepper = AdamW(params, master_weights="float32")

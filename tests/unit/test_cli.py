@@ -136,6 +136,7 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
         (["train", *UNTUNED, "select.rms_norn=eager"], "did you mean select.rms_norm"),
         (["train", *UNTUNED, "select.policy=tabel"], "did you mean 'table'"),
         (["train", *UNTUNED, "--data", "absent.txt"], "can't read absent.txt"),
+        (["train", *UNTUNED, "--data", ""], "data.path is empty: set it to a file or folder"),
         (["train", *UNTUNED, "--data", "~nosuchuser/x"], "write the path out. Set data.path to a file"),
         (["train", *UNTUNED, "--out", "~nosuchuser/x"], "train.run_dir=~nosuchuser/x can't be used"),
         (["train", *UNTUNED, "--resume", "~nosuchuser/x"], "train.resume=~nosuchuser/x can't be used"),
@@ -259,6 +260,29 @@ def test_train_resume_generate(tmp_path: Path, text: Path) -> None:
         assert likeliest == ok("generate", out, "--device", "cpu", *words)
 
 
+def test_brackets_in_a_path_are_part_of_it(text: Path) -> None:
+    said = ok("train", *UNTUNED, "--data", text.rename("[red]b.txt"), "--out", "a[/b] [small]")
+    assert "run: a[/b] [small]" in said
+    assert "text from it: bakeoff generate 'a[/b] [small]'" in said
+    assert "data: [red]b.txt, 9,000 bytes" in said
+
+
+def test_train_with_standard_output_closed(text: Path, tmp_path: Path) -> None:
+    train = [sys.executable, "-m", "bakeoff", "train", *UNTUNED, "--data", str(text), "--out", "run"]
+    environment = {name: value for name, value in OURS.items() if name != "COLUMNS"}
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *train]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_a_prompt_that_is_no_text_is_taken_as_its_bytes(text: Path) -> None:
+    ok("train", *UNTUNED, "--data", text, "--out", "run")
+    prompt = b"\xff\xfeok".decode("utf-8", "surrogateescape")  # as Python reads the command line
+    written = ok("generate", "run", "--device", "cpu", "--prompt", prompt, "--max-new", 1)
+    assert written.startswith("\ufffd\ufffdok")
+
+
 def test_generated_text_cannot_drive_the_terminal() -> None:
     import torch
 
@@ -277,7 +301,8 @@ def test_demo_says_what_its_contests_took(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("bakeoff.cli.doctor.show", lambda report, out: None)
     monkeypatch.setattr("bakeoff.cli.demo.rehearsed", lambda *_, **__: (report, "cpu"))
     monkeypatch.setattr("bakeoff.cli.demo.train", lambda *_, **__: SimpleNamespace(checkpoint=None))
-    out = ok("demo", "--quick", "--device", "cpu", "--out", tmp_path / "demo")
+    out = ok("demo", "--quick", "--device", "cpu", "--out", tmp_path / "demo", "--data", "a[/b].txt")
+    assert "3. Training llm-med-tiny on a[/b].txt for 4 s" in out
     assert "The contests of one step of llm-med-tiny: none begins after 4 s" in out
     assert "1 contest held in 10 s, preparation included" in out
 
@@ -329,6 +354,18 @@ def test_explain_finds_the_verdict() -> None:
     assert re.search(r"compiled +0\.0010 .* +made to win", out)
 
 
+def test_explain_holds_no_contest_that_the_table_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[str] = []
+    monkeypatch.setattr("bakeoff.cli.explaining.settle", lambda op, case, regime: held.append(regime))
+    words = ["explain", "rms_norm", "x=fp32[4,8]", "--device", "cpu", "--regime", "graph", "--tune"]
+    ok(*words)
+    assert held == ["eager"]  # a CPU has no graphs
+    keep(policy.store.path("cpu"), verdict())
+    policy.store.forget()
+    ok(*words)
+    assert held == ["eager"]
+
+
 def test_explain_reads_any_key() -> None:
     op = find_op("rms_norm")
     for regime in ("eager", "graph", "compiled"):
@@ -373,6 +410,26 @@ def test_table_path_show(cache: Path) -> None:
     assert "stale: torch 2.11.0" in stale
     foreign = ok("table", "show", keep(cache / "foreign.json", row, device="NVIDIA B300"), "--device", "cpu")
     assert "another machine's" in foreign
+
+
+def test_rows_without_a_candidate_of_today_are_not_in_force(cache: Path) -> None:
+    row = verdict(eager=1.0)
+    known = tuple(trial for trial in row.trials if trial.candidate != "compiled")
+    keep(policy.store.path("cpu"), msgspec.structs.replace(row, trials=known))
+    assert "ignored: compiled is new" in ok("table", "show", "--device", "cpu")
+    assert policy.store.lookup(find_op("rms_norm"), row.key, "cpu") is None
+
+
+def test_a_cache_that_can_not_be_looked_into_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 300)  # a longer name than a folder may have: unlike a locked one, for root too
+    monkeypatch.setenv("BAKEOFF_CACHE", str(folder))
+    for words in (["show"], ["export", "copy.json"]):
+        done = cli("table", *words, "--device", "cpu")
+        assert done.exit_code == 1
+        assert str(policy.store.path("cpu")) in done.stderr
+        assert "set BAKEOFF_CACHE" in done.stderr
 
 
 def test_table_export_import(cache: Path, tmp_path: Path) -> None:

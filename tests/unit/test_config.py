@@ -156,6 +156,11 @@ def test_wrong_files_name_the_key_and_the_fix(text: str, message: str, tmp_path:
     assert message in str(caught.value)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 7\n", "utf-8-sig")
+    assert resolve(Config(), tmp_path / "run.toml").train.steps == 7
+
+
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b"[data]\npath = '\xff'\n")
     for name in ("missing.toml", "latin.toml", "."):

@@ -94,6 +94,8 @@ def test_missing_empty_unreadable_and_short_data_name_the_path_and_the_fix(
 ) -> None:
     with pytest.raises(DataError, match=r"can't read .*/none: No such file.*Set data.path"):
         ByteCorpus.open(tmp_path / "none")
+    with pytest.raises(DataError, match=r"data.path is empty: set it to a file or folder"):
+        ByteCorpus.open("")
     with pytest.raises(DataError, match="holds no bytes"):
         ByteCorpus.open(tmp_path)
     empty = tmp_path / "empty.txt"

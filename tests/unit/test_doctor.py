@@ -95,6 +95,16 @@ def test_report_counts_stale_and_changed_rows(cache: Path) -> None:
     assert any("1 verdicts were measured under other versions" in text for text in report.warnings)
 
 
+def test_report_where_the_cache_can_not_be_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 300)  # a longer name than a folder may have: unlike a locked one, for root too
+    monkeypatch.setenv("BAKEOFF_CACHE", str(folder / "bakeoff"))
+    report = doctor.examine("cpu")
+    assert report.cache == str(folder / "bakeoff")
+    assert report.table == doctor.TableState(str(policy.store.path("cpu")))
+
+
 def test_report_of_a_broken_table_leaves_it(cache: Path) -> None:
     path = policy.store.path("cpu")
     path.parent.mkdir(parents=True)

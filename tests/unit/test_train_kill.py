@@ -20,6 +20,7 @@ from bakeoff.train import checkpoint
 from bakeoff.train.checkpoint import State, latest, steps
 from bakeoff.train.config import Config, Data, Metrics, Optim, Select, Train, to_toml
 from bakeoff.train.metrics import read_metrics
+from bakeoff.train.signals import Stopped, StopSignals
 
 KILLS = 25
 
@@ -163,12 +164,21 @@ def test_a_disk_that_fills_up_while_saving_leaves_what_was_there(
     assert [folder.name for folder in steps(tmp_path)] == ["step-00000001", "step-00000003"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+# The command, which hears SIGHUP even if these tests run under nohup.
+HEARING = """
+    import signal
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    from bakeoff.cli import main
+    main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_command_with_a_checkpoint_and_status_0(
     number: signal.Signals, settings: Path, tmp_path: Path
 ) -> None:
     overrides = ["train.steps=100000", "train.checkpoint_every=0"]
-    command = [sys.executable, "-m", "bakeoff", "train", "--config", str(settings), *overrides]
+    command = [sys.executable, "-c", textwrap.dedent(HEARING), "train", "--config", str(settings), *overrides]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
     )
@@ -184,6 +194,56 @@ def test_a_signal_ends_the_command_with_a_checkpoint_and_status_0(
     assert found is not None
     assert found.step == rows[-1]["step"] > 0
     assert rows[-1]["stopped"] == number.name
+
+
+def test_a_terminal_that_closes_may_say_so_twice_and_nohup_holds() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda number, _: heard.append(number))
+    try:
+        with StopSignals(at_once=True) as signals:
+            with pytest.raises(Stopped):
+                signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+            assert signals.caught == "SIGHUP"
+        assert heard == []
+        signal.raise_signal(signal.SIGHUP)
+        assert heard == [signal.SIGHUP]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with StopSignals(at_once=True) as signals:
+            signal.raise_signal(signal.SIGHUP)
+        assert signals.caught == ""
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("place", ["a pipe", "a full disk"])
+def test_training_outlives_its_standard_output(place: str, settings: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bakeoff", "train", "--config", str(settings)]
+    command += ["metrics.console=true", "train.checkpoint_every=0"]
+    out = subprocess.PIPE if place == "a pipe" else os.open("/dev/full", os.O_WRONLY)
+    process = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True)
+    if process.stdout:
+        process.stdout.close()
+    else:
+        os.close(out)
+    assert process.stderr is not None
+    said = " ".join(process.stderr.read().split())
+    assert process.wait(timeout=60) == 0, said
+    assert said.count("can't print") == 1
+    assert ("Broken pipe" if place == "a pipe" else "No space left") in said
+    found = latest(tmp_path / "run")
+    assert found is not None
+    assert found.step == 60
+
+
+def test_training_outlives_all_its_output(settings: Path, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "bakeoff", "train", "--config", str(settings), "metrics.console=true"]
+    done = subprocess.run(command, stdout=writer, stderr=writer, timeout=60)
+    os.close(writer)
+    assert done.returncode == 0
+    assert steps(tmp_path / "run")[-1].name == "step-00000060"
 
 
 # The command, which lingers where `place` says and leaves a file there as a sign.

@@ -373,6 +373,21 @@ def test_resuming_refuses_what_does_not_fit(
     assert latest(base.train.run_dir).step == 4  # the run it came from is untouched
 
 
+def test_resuming_a_run_that_follows_time_for_another_time_is_warned_of(
+    base: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    timed = resolve(base, None, ["train.steps=0", "train.max_seconds=0.2"])
+    with caplog.at_level(logging.WARNING, logger="bakeoff"):
+        train(timed, console=QUIET)
+        train(timed, console=QUIET)
+        assert "changed settings" not in caplog.text
+        train(resolve(timed, None, ["train.max_seconds=0.3"]), console=QUIET)
+        assert "losses will differ: train.max_seconds=0.3, was 0.2" in caplog.text
+        caplog.clear()
+        train(resolve(base, None, ["train.steps=1", "train.max_seconds=9"]), console=QUIET)
+    assert "max_seconds" not in caplog.text  # with a number of steps, time only ends a run
+
+
 def test_going_on_from_an_earlier_checkpoint_sets_the_later_ones_aside(
     base: Config, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -209,6 +209,20 @@ def test_wandb_gets_config_rows_and_the_choices_as_summary(
     assert run.finished
 
 
+def test_wandb_that_can_not_start_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("wandb")
+    module.Error = type("Error", (Exception,), {})  # type: ignore[attr-defined]
+
+    def refuse(**settings: object) -> None:
+        raise module.Error("No API key configured")
+
+    module.init = refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    config = Config(metrics=Metrics(wandb=True, console=False))
+    with pytest.raises(MetricsError, match=r"\(No API key configured\).*wandb login.*WANDB_MODE=offline"):
+        MetricsLog(tmp_path, config)
+
+
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
 def test_a_missing_package_names_its_extra(
     name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -289,6 +303,8 @@ def test_a_run_s_every_number_reaches_the_file_and_tensorboard(tmp_path: Path) -
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     assert set(EVERYTHING) <= set(events.Tags()["scalars"])
     assert [point.step for point in events.Scalars("loss")] == [1, 2, 3]
+    assert [point.step for point in events.Scalars("tokens_per_s")] == [1, 2, 3]
+    assert [point.step for point in events.Scalars("held_out_bits_per_byte")] == [0, 3]
     losses = [row["loss"] for row in rows if row["event"] == "train"]
     assert [point.value for point in events.Scalars("loss")] == pytest.approx(losses)
     (text,) = events.Tensors("select/rms_norm/text_summary")

@@ -75,7 +75,9 @@ class _LateHandler(logging.Handler):
         from rich.console import Console
         from rich.logging import RichHandler
 
-        late = RichHandler(console=Console(stderr=True), show_time=False, show_path=False)
+        from bakeoff.train.outlet import lasting
+
+        late = RichHandler(console=lasting(Console(stderr=True)), show_time=False, show_path=False)
         logging.getLogger("bakeoff").handlers = [late]
         late.emit(record)
 

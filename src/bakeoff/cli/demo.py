@@ -1,5 +1,6 @@
 """demo: the whole way on this machine, from looking at it to text of two models that were just trained."""
 
+import shlex
 import time
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def _places(
     for config, result in zip(configs, found, strict=True):
         places[config.recipe] = result.run_dir / "metrics.jsonl"
     places["table"] = policy.store.path(device)
-    places["go on"] = f"bakeoff generate {found[0].run_dir} --prompt 'class '"
+    places["go on"] = f"bakeoff generate {shlex.quote(str(found[0].run_dir))} --prompt 'class '"
     places["compare"] = "bakeoff compare"
     width = max(map(len, places)) + 2
     out.print()

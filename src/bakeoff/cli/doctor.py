@@ -275,6 +275,6 @@ def _first(*programs: str | None) -> str | None:
 
 def _writable(folder: Path) -> bool:
     """Whether files can be made in `folder`, or the folder itself can."""
-    while not folder.exists() and folder != folder.parent:
+    while not os.access(folder, os.F_OK) and folder != folder.parent:  # exists() raises if it can't enter
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

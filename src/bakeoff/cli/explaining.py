@@ -42,10 +42,12 @@ def run(
         raise PolicyError(
             "--tune holds no contest inside torch.compile: call bakeoff.tune on a compiled step"
         )
-    with using(policy_name, regime=None if compiled else regime) as settings:
-        if hold and policy.store.lookup(op, key(op, case, regime), case.device) is None:
-            settle(op, case, regime)
-        found = explain_case(op, case, msgspec.structs.replace(settings, regime=regime))
+    with using(policy_name, regime=None if compiled else regime) as entered:
+        settings = msgspec.structs.replace(entered, regime=regime)
+        counted = settings.on(case.device)
+        if hold and policy.store.lookup(op, key(op, case, counted), case.device) is None:
+            settle(op, case, counted)
+        found = explain_case(op, case, settings)
     if as_json:
         print_json(found)
     else:

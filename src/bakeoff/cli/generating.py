@@ -19,7 +19,7 @@ def stream(run: Path, prompt: str, max_new: int, device: str, **sampling: Any) -
     """Print `prompt` and what the run's model makes of it, byte by byte; broken UTF-8 becomes U+FFFD."""
     model, _ = load_run(run)
     model.to(device_named(device))
-    click.echo(prompt, nl=False)
+    click.echo(_bytes(prompt).decode("utf-8", "replace"), nl=False)
     for text in continuation(model, prompt, max_new, **sampling):
         click.echo(text, nl=False)
     click.echo()
@@ -31,13 +31,18 @@ def continuation(model: Any, prompt: str, max_new: int, **sampling: Any) -> Iter
     What is no UTF-8, and control characters, which could drive the terminal, become U+FFFD.
     """
     device = next(model.parameters()).device
-    symbols = list(prompt.encode()) or [ord("\n")]  # a model needs something to go on from
+    symbols = list(_bytes(prompt)) or [ord("\n")]  # a model needs something to go on from
     ids = torch.tensor([symbols], dtype=torch.uint8, device=device)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for symbol in model.stream(ids, max_new, **sampling):
         value = int(symbol)
         yield _shown(decoder.decode(bytes([value]) if value < 256 else b"\xff"))
     yield decoder.decode(b"", final=True)
+
+
+def _bytes(prompt: str) -> bytes:
+    """The prompt as it was typed, also where that is no UTF-8."""
+    return prompt.encode("utf-8", "surrogateescape")
 
 
 def _shown(text: str) -> str:

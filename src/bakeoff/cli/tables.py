@@ -27,7 +27,7 @@ def show(file: Path | None, device: str) -> None:
     """Print a table's verdicts and whether they hold."""
     device = device_named(device)
     place = file or policy.store.path(device)
-    if file is None and not place.exists():
+    if file is None and not _exists(place):
         click.echo(f"no verdicts yet: bakeoff tune RECIPE measures some (they go to {place})")
         return
     table = read(place)
@@ -61,11 +61,8 @@ def standing(table: Table, row: Verdict, device: str) -> str:
         return f"ignored: no op {row.op}"
     sources = {trial.candidate: trial.source_hash for trial in row.trials}
     for candidate in op.candidates:
-        if (
-            not candidate.absent
-            and sources.get(candidate.name, candidate.source_hash) != candidate.source_hash
-        ):
-            return f"ignored: {candidate.name} has changed"
+        if not candidate.absent and sources.get(candidate.name) != candidate.source_hash:
+            return f"ignored: {candidate.name} {'has changed' if candidate.name in sources else 'is new'}"
     if table.facts.same_software != facts.same_software:
         return f"stale: torch {table.facts.torch}, triton {table.facts.triton}"
     return row.warning or "in force"
@@ -74,7 +71,7 @@ def standing(table: Table, row: Verdict, device: str) -> str:
 def export(file: Path, device: str) -> None:
     """Copy this machine's table."""
     own = policy.store.path(device_named(device))
-    if not own.exists():
+    if not _exists(own):
         raise TableError(f"there is no table at {own} yet: run bakeoff tune RECIPE first")
     table = read(own)
     write(file, table)
@@ -135,8 +132,21 @@ def diff(a: Path, b: Path | None, device: str) -> None:
     )
 
 
+def _exists(own: Path) -> bool:
+    """Whether there is a file at `own`. Raises TableError where that can't be seen."""
+    try:
+        own.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise TableError(
+            f"{own} can't be read ({error.strerror}): set BAKEOFF_CACHE to a folder that can be entered"
+        ) from None
+    return True
+
+
 def _set_aside(own: Path) -> None:
-    if own.exists():
+    if _exists(own):
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         aside = own.with_suffix(f".before-{stamp}")
         own.replace(aside)

@@ -23,9 +23,11 @@ class DeviceError(BakeoffError, ValueError):
 
 
 def console() -> Console:
-    """Standard output: as wide as the terminal; into a file or pipe wide enough that tables don't fold."""
-    plain = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=160 if plain else None)
+    """Standard output: as wide as the terminal; into a file or pipe wide enough that tables don't fold.
+    Brackets in what it prints are no markup, since paths may have them."""
+    terminal = sys.stdout is not None and sys.stdout.isatty()  # None where it is closed
+    plain = not terminal and "COLUMNS" not in os.environ
+    return Console(width=160 if plain else None, markup=False)
 
 
 def working(out: Console, text: str) -> Status:

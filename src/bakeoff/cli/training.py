@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def run(config: Config) -> None:
         return  # torchrun shows every rank's output; one says it all
     print_result(result, out)
     if result.checkpoint:
-        out.print(f"text from it: bakeoff generate {result.run_dir}", highlight=False, soft_wrap=True)
+        text = f"text from it: bakeoff generate {shlex.quote(str(result.run_dir))}"
+        out.print(text, highlight=False, soft_wrap=True)
 
 
 def print_result(result: Result, out: Console) -> None:

@@ -366,8 +366,8 @@ class AdamW(Optimizer):
             dtype = torch.float32 if self._wide(p) else p.dtype
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = found[key].to(p.device, dtype)
-            step = torch.as_tensor(found["step"], dtype=torch.float32).reshape(())
-            state["step"] = step.to(p.device).clone()
+            step = torch.as_tensor(found["step"], dtype=torch.float32, device=p.device)
+            state["step"] = step.reshape(()).clone()
             self._load_master(p, found)
 
     def _load_master(self, p: Tensor, found: dict[str, Any]) -> None:

@@ -210,7 +210,7 @@ def resolve(base: Config, file: str | Path | None = None, overrides: Sequence[st
     tree = to_tree(base)
     if file is not None:
         try:
-            given = tomllib.loads(Path(file).read_text("utf-8"))
+            given = tomllib.loads(Path(file).read_text("utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"can't read the configuration {file}: {error}") from None
         except tomllib.TOMLDecodeError as error:

@@ -72,6 +72,8 @@ class ByteCorpus:
     def open(cls, path: str | Path) -> "ByteCorpus":
         """The corpus at `path`: a file, a folder (regular files in sorted order, hidden ones skipped), or
         "stdlib". Raises DataError."""
+        if not str(path):  # which pathlib takes for the current folder
+            raise DataError("data.path is empty: set it to a file or folder, . for this one, or leave it out")
         if str(path) == "stdlib":
             return cls("the Python standard library", stdlib_files())
         try:

@@ -15,6 +15,7 @@ from bakeoff.train.data import Batches, ByteCorpus, Prefetcher, held_out_rows, s
 from bakeoff.train.device import deterministic, memory_errors, pick_device, spread_mode
 from bakeoff.train.leak import check_leaks
 from bakeoff.train.metrics import MetricsLog
+from bakeoff.train.outlet import lasting
 from bakeoff.train.run import Result, Run, stopped_first
 from bakeoff.train.rundir import open_run
 from bakeoff.train.signals import Stopped, StopSignals
@@ -31,14 +32,15 @@ def train(
 ) -> Result:
     """Trains the configured model, or goes on with an interrupted run.
 
-    Ctrl-C or SIGTERM ends it after the step in hand, with a checkpoint; before the first step at once, with
-    nothing to save; while it makes its last measurement, behind that. Everything is written below
+    Ctrl-C, SIGTERM or SIGHUP ends it after the step in hand, with a checkpoint; before the first step at
+    once, with nothing to save; while it makes its last measurement, behind that. Everything is written below
     ``config.train.run_dir``: config.toml, metrics.jsonl, table.json (the verdicts used), checkpoints/.
     Under torchrun the ranks share the work as ``config.parallel`` says; the first writes and prints.
 
     Args:
         config: from `recipe` and `resolve`.
-        console: where progress goes; standard output by default.
+        console: where progress goes; standard output by default. If it can't be written any more, it is
+            warned of and left alone, and the run goes on.
         clock: seconds; tests give a false one.
 
     Raises:
@@ -67,7 +69,7 @@ def train(
                 **config.select.ops,
             )
         )
-        return _train(config, device, world, mode, reason, settings, console or Console(), clock)
+        return _train(config, device, world, mode, reason, settings, lasting(console or Console()), clock)
 
 
 def _train(

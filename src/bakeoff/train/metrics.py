@@ -36,7 +36,7 @@ Row = Mapping[str, Any]
 
 
 class MetricsError(BakeoffError, RuntimeError):
-    """A sink was asked for whose package is not installed."""
+    """A sink was asked for whose package is not installed, or which can't start."""
 
 
 class Sink(Protocol):
@@ -174,7 +174,7 @@ class TensorBoard:
         self._broken = False
 
     def write(self, row: Row, progress: float) -> None:
-        if self._broken:
+        if self._broken or row["event"] == "end":  # which sums up numbers that are there already
             return
         try:
             for name, value in row.items():
@@ -210,12 +210,18 @@ class WandB:
             raise MetricsError(
                 "metrics.wandb=true needs Weights & Biases: pip install 'bakeoff[wandb]'"
             ) from None
-        self.run = module.init(
-            project=config.metrics.wandb_project,
-            name=run_dir.name,
-            dir=str(run_dir),
-            config=to_tree(config),
-        )
+        try:
+            self.run = module.init(
+                project=config.metrics.wandb_project,
+                name=run_dir.name,
+                dir=str(run_dir),
+                config=to_tree(config),
+            )
+        except (module.Error, OSError) as error:
+            raise MetricsError(
+                f"metrics.wandb=true: Weights & Biases can't start ({error}). Run wandb login, or set "
+                "WANDB_MODE=offline to keep the run on this machine"
+            ) from error
 
     def write(self, row: Row, progress: float) -> None:
         numeric = {name: value for name, value in row.items() if isinstance(value, numbers.Real)}

@@ -7,6 +7,7 @@ them, evaluating and saving are the only points where host and device meet.
 import contextlib
 import math
 import resource
+import shlex
 import signal
 import sys
 import time
@@ -117,6 +118,8 @@ class Run:
     def prepare(self, start: Checkpoint | None) -> None:
         """Restores `start`, settles selection, and takes the first measurement."""
         self.stepper.seed(self.config.train.seed)
+        corpus = self.feed.batches.corpus
+        self._say(f"data: {corpus.name}, {len(corpus):,} bytes")
         if start is not None:
             self._restore(start)
         self._settle(tune=True)
@@ -124,7 +127,6 @@ class Run:
             self.stepper.capture()
         elif self.device.type == "cuda":
             self._say(f"steps are not captured: {self.stepper.uncaptured}")
-        corpus = self.feed.batches.corpus
         choices = selection.choices(self.selection)
         if start is not None and self.world.first:
             self._warn_of_other(choices, start)
@@ -218,7 +220,7 @@ class Run:
         early = stopped not in ("steps", "time")
         if early and made:
             self._say(f"{stopped}: stopped after step {self.step}, saved {self.saved}")
-            self._say(f"go on with train.run_dir={self.run_dir}")
+            self._say(f"go on with {shlex.quote(f'train.run_dir={self.run_dir}')}")
         elif early:
             self._say(stopped_first(stopped, self.held))
         self.after = math.nan if early and not made else self.evaluate()

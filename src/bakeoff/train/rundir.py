@@ -107,6 +107,8 @@ def _compare(config: Config, found: Checkpoint) -> None:
         )
     for section, keys in _CURVE.items():
         changed += _changes(now[section], then[section], section, keys)
+    if not config.train.steps:  # the learning rate follows time
+        changed += _changes(now["train"], then["train"], "train", ["max_seconds"])
     if changed:
         log.warning("resuming with changed settings, so losses will differ: %s", ", ".join(changed))
 

@@ -1,11 +1,14 @@
-"""Ctrl-C and SIGTERM: before the first step at once, then behind the step in hand."""
+"""Ctrl-C, SIGTERM and SIGHUP: before the first step at once, then behind the step in hand."""
 
 import signal
 import threading
+from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 __all__ = ["StopSignals", "Stopped"]
+
+_IMPATIENT = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
@@ -13,7 +16,11 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """While open, the first SIGINT or SIGTERM is noted in `caught`; the second acts as usual.
+    """While open, the first SIGINT, SIGTERM or SIGHUP is noted in `caught`; a second SIGINT or SIGTERM acts
+    as usual.
+
+    A second SIGHUP does nothing, since a terminal that closes may send two. Where SIGHUP was ignored, as
+    under nohup, it stays so.
 
     While `at_once` is set, the first also raises `Stopped` wherever the main thread is.
 
@@ -27,22 +34,25 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+            for number in (*_IMPATIENT, signal.SIGHUP):
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.caught:
+            return
         self.caught = signal.Signals(number).name
-        self._restore()
+        self._restore(_IMPATIENT)
         if self.at_once:
             raise Stopped(self.caught)
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
+    def _restore(self, numbers: Iterable[signal.Signals]) -> None:
+        for number in numbers:
+            if number in self._before:
+                signal.signal(number, self._before.pop(number))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
+        self._restore(list(self._before))
