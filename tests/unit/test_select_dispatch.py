@@ -356,10 +356,12 @@ def test_an_override_that_a_wrapper_tensor_passes_by_is_said(
         pass
 
     monkeypatch.setattr(dispatch_module, "_said", set())
+    op(torch.randn(4, 8).as_subclass(Wrapped), torch.randn(8), None)
+    caplog.clear()
     with using(**{op.name: "two"}):
         op(torch.randn(4, 8).as_subclass(Wrapped), torch.randn(8), None)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "bakeoff"]
-    assert "Wrapped redefines what PyTorch's functions do" in line
+    assert "Wrapped may redefine PyTorch's functions" in line
 
 
 def test_a_parameter_of_a_class_of_its_own_is_a_parameter(op: Op) -> None:

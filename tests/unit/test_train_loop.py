@@ -1,5 +1,6 @@
 """The training loop: it learns, stops, resumes bit for bit, and survives what a disk or a user does to it."""
 
+import contextlib
 import errno
 import io
 import logging
@@ -547,3 +548,39 @@ def test_a_run_folder_is_named_after_recipe_and_time(
     results = [train(config, console=QUIET) for _ in range(2)]
     assert len({result.run_dir for result in results}) == 2
     assert all(str(result.run_dir).startswith("runs/test-") for result in results)
+
+
+class Full(io.StringIO):
+    """A file on a disk that is full for a while."""
+
+    full = True
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_a_console_that_fails_is_left_alone_for_one_run(
+    base: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = Full()
+    console = Console(file=file)
+    train(resolve(base, None, ["metrics.console=true"]), console=console)
+    assert sum("can't print (No space left" in line for line in caplog.messages) == 1
+    file.full = False
+    console.print("after")
+    assert file.getvalue() == "after\n"
+    file.close()
+    train(resolve(base, None, ["metrics.console=true", "train.steps=13"]), console=console)
+    assert sum("can't print (I/O operation on closed file" in line for line in caplog.messages) == 1
+
+
+def test_a_console_goes_on_following_standard_output(base: Config) -> None:
+    console = Console()
+    with contextlib.redirect_stdout(io.StringIO()) as during:
+        train(resolve(base, None, ["metrics.console=true"]), console=console)
+    with contextlib.redirect_stdout(io.StringIO()) as after:
+        console.print("after")
+    assert "data: text" in during.getvalue()
+    assert after.getvalue() == "after\n"

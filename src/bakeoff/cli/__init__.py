@@ -75,9 +75,11 @@ class _LateHandler(logging.Handler):
         from rich.console import Console
         from rich.logging import RichHandler
 
-        from bakeoff.train.outlet import lasting
+        from bakeoff.train.outlet import Outlet
 
-        late = RichHandler(console=lasting(Console(stderr=True)), show_time=False, show_path=False)
+        console = Console(stderr=True)
+        console.file = Outlet(console.file)  # type: ignore[assignment]
+        late = RichHandler(console=console, show_time=False, show_path=False)
         logging.getLogger("bakeoff").handlers = [late]
         late.emit(record)
 

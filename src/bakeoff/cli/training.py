@@ -17,6 +17,7 @@ from bakeoff.select import tune as tune_step
 from bakeoff.select.render import explained, selection_table
 from bakeoff.train import Config, Result, recipe, resolve, to_toml, train
 from bakeoff.train.data import Batches, ByteCorpus, split
+from bakeoff.train.outlet import lasting
 from bakeoff.train.step import Stepper
 
 __all__ = ["configured", "print_config", "print_result", "run", "tune_recipe"]
@@ -48,14 +49,14 @@ def print_config(config: Config) -> None:
 
 def run(config: Config) -> None:
     """Train, and say what came of it."""
-    out = console()
-    result = train(config, console=out)
-    if os.environ.get("RANK", "0") != "0":
-        return  # torchrun shows every rank's output; one says it all
-    print_result(result, out)
-    if result.checkpoint:
-        text = f"text from it: bakeoff generate {shlex.quote(str(result.run_dir))}"
-        out.print(text, highlight=False, soft_wrap=True)
+    with lasting(console(), last=True) as out:
+        result = train(config, console=out)
+        if os.environ.get("RANK", "0") != "0":
+            return  # torchrun shows every rank's output; one says it all
+        print_result(result, out)
+        if result.checkpoint:
+            text = f"text from it: bakeoff generate {shlex.quote(str(result.run_dir))}"
+            out.print(text, highlight=False, soft_wrap=True)
 
 
 def print_result(result: Result, out: Console) -> None:

@@ -21,7 +21,7 @@ log = logging.getLogger("bakeoff")
 _MOST_REMEMBERED = 4096
 _UNKNOWN_ROWS = 4096  # stands for the number of rows while tracing, where lengths must stay symbolic
 
-_said: set[str] = set()
+_said: set[tuple[str, int]] = set()
 
 
 class Choice(NamedTuple):
@@ -44,7 +44,7 @@ def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
         settings = policy.current()
         asked = settings.policy == "strict" or op.name in dict(settings.overrides)
         _say_once(
-            f"{wrapper.__module__}.{wrapper.__qualname__} redefines what PyTorch's functions do: {op.name} "
+            f"{wrapper.__module__}.{wrapper.__qualname__} may redefine PyTorch's functions: {op.name} "
             f"runs on plain PyTorch, which composes with it",
             logging.WARNING if asked else logging.INFO,
         )
@@ -312,6 +312,6 @@ _noted_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _say_once(text: str, level: int) -> None:
-    if text not in _said:
-        _said.add(text)
+    if (text, level) not in _said:
+        _said.add((text, level))
         log.log(level, text)

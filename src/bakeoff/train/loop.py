@@ -69,7 +69,8 @@ def train(
                 **config.select.ops,
             )
         )
-        return _train(config, device, world, mode, reason, settings, lasting(console or Console()), clock)
+        out = settings.enter_context(lasting(console or Console()))
+        return _train(config, device, world, mode, reason, settings, out, clock)
 
 
 def _train(
