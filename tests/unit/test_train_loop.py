@@ -582,5 +582,5 @@ def test_a_console_goes_on_following_standard_output(base: Config) -> None:
         train(resolve(base, None, ["metrics.console=true"]), console=console)
     with contextlib.redirect_stdout(io.StringIO()) as after:
         console.print("after")
-    assert "data: text" in during.getvalue()
+    assert "text.txt, 21,090 bytes" in during.getvalue()
     assert after.getvalue() == "after\n"
