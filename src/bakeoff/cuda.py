@@ -54,9 +54,14 @@ class Module:
     ) -> None:
         from torch.cuda import _utils
 
-        text = (Path(__file__).parent / source).read_text()
+        path = Path(__file__).parent / source
         with torch.cuda.device(device):
-            binary, _ = _utils._nvrtc_compile(text, kernels[0], nvcc_options=["--std=c++17", *options])
+            binary, _ = _utils._nvrtc_compile(
+                path.read_text(),
+                kernels[0],
+                cuda_include_dirs=[str(path.parent)],
+                nvcc_options=["--std=c++17", *options],
+            )
             loaded: Any = _utils._cuda_load_module(binary, list(kernels))
         self.device = device
         self.kernels = loaded

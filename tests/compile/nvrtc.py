@@ -37,7 +37,7 @@ def build(source: Path, options: list[str], target: str) -> dict[str, Built]:
     assert (
         nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), b"source.cu", 0, None, None) == 0
     )
-    given = [f"--gpu-architecture={target}", "--std=c++17", *options]
+    given = [f"--gpu-architecture={target}", "--std=c++17", f"-I{source.parent}", *options]
     pointers = (ctypes.c_char_p * len(given))(*(option.encode() for option in given))
     if nvrtc.nvrtcCompileProgram(program, len(given), pointers):
         raise RuntimeError(_text(nvrtc, program, "ProgramLog").decode())

@@ -26,7 +26,8 @@ def _library(source, kernels, options):
         "-ffp-contract=fast",
     ]  # products that are added to something, as NVRTC has them
     command += [f'-DSOURCE="{ROOT / source}"', "-DKERNELS=" + " ".join(f"KERNEL({name})" for name in kernels)]
-    text = (ROOT / source).read_bytes() + HARNESS.read_bytes() + repr(command).encode()
+    headers = b"".join(path.read_bytes() for path in sorted((ROOT / source).parent.glob("*.cuh")))
+    text = headers + (ROOT / source).read_bytes() + HARNESS.read_bytes() + repr(command).encode()
     folder = Path(tempfile.gettempdir()) / "bakeoff-emulation"
     folder.mkdir(exist_ok=True)
     path = folder / f"{hashlib.sha256(text).hexdigest()[:16]}.so"

@@ -207,7 +207,10 @@ OP = Op(
             requires=("triton",),
             supports=_direct,
             sources=(
-                *(f"{_HERE}.{room}" for room in ("rows", "run", "direct", "kernels:direct.cu")),
+                *(
+                    f"{_HERE}.{room}"
+                    for room in ("rows", "run", "direct", "kernels:direct.cu", "kernels:data.cuh")
+                ),
                 "bakeoff.cuda",
             ),
             launches="bakeoff.cuda:launches",
@@ -225,7 +228,11 @@ OP = Op(
             "bakeoff.ops.long_conv.autograd:fft",
             requires=("triton",),
             supports=_fft,
-            sources=(*_ROWS, f"{_HERE}.fft", f"{_HERE}.plan", f"{_HERE}.kernels:fft.cu", "bakeoff.cuda"),
+            sources=(
+                *_ROWS,
+                *(f"{_HERE}.{room}" for room in ("fft", "plan", "kernels:fft.cu", "kernels:data.cuh")),
+                "bakeoff.cuda",
+            ),
             launches="bakeoff.cuda:launches",
         ),
     ),

@@ -7,44 +7,10 @@
 // registers, serves both.
 //
 // Compiled with -D for: TAPS; STEPS; THREADS of a block, of which BLOCKS are wanted on a multiprocessor; GATES, 1 if
-// there is a gate_in, plus 2 if there is a gate_out; DATA, one of 0 (float32), 1 (bfloat16), 2 (float16); and BACKWARD,
-// 0 for `convolve`, 1 for `differentiate`, as each is cut otherwise.
+// there is a gate_in, plus 2 if there is a gate_out; DATA (see data.cuh); and BACKWARD, 0 for `convolve`, 1 for
+// `differentiate`, as each is cut otherwise.
 
-#define DEVICE static __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
-
-#if DATA == 0
-typedef float data_t;
-#else
-typedef unsigned short data_t;
-#endif
-
-#ifndef EMULATED
-#if DATA == 1
-DEVICE data_t narrowed(float x) {
-    data_t y;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
-#elif DATA == 2
-DEVICE float widened(data_t x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-}
-DEVICE data_t narrowed(float x) {
-    data_t y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
-#endif
-#endif
-#if DATA == 0
-DEVICE float narrowed(float x) { return x; }
-DEVICE float widened(float x) { return x; }
-#elif DATA == 1
-DEVICE float widened(data_t x) { return __uint_as_float((unsigned)x << 16); }
-#endif
+#include "data.cuh"
 
 // A channel of a sequence.
 struct Line {
@@ -95,22 +61,22 @@ convolve(data_t *u, data_t *gate_in, data_t *gate_out, const float *h, const flo
     float sums[TAPS] = {};  // sums[j]: what inputs before t add to the output at t + j
     int start = here.first - (TAPS - 1 + STEPS - 1) / STEPS * STEPS;
     data_t next[STEPS], next_in[STEPS], next_gate[STEPS];
-    UNROLL for (int i = 0; i < STEPS; i++) {
-        next[i] = from.get(start + i, 0, here.end);
-        if (GATES & 1) next_in[i] = in.get(start + i, 0, here.end);
-        if (GATES & 2) next_gate[i] = gate.get(start + i, here.first, here.end);
-    }
+    auto read = [&](int t) {
+        UNROLL for (int i = 0; i < STEPS; i++) {
+            next[i] = from.get(t + i, 0, here.end);
+            if (GATES & 1) next_in[i] = in.get(t + i, 0, here.end);
+            if (GATES & 2) next_gate[i] = gate.get(t + i, here.first, here.end);
+        }
+    };
+    read(start);
     _Pragma("unroll 1") for (int t = start; t < here.end; t += STEPS) {
         float v[STEPS], gates[STEPS];
         UNROLL for (int i = 0; i < STEPS; i++) {
             v[i] = widened(next[i]);
             if (GATES & 1) v[i] *= widened(next_in[i]);
             if (GATES & 2) gates[i] = widened(next_gate[i]);
-            int later = t + STEPS + i;
-            next[i] = from.get(later, 0, here.end);
-            if (GATES & 1) next_in[i] = in.get(later, 0, here.end);
-            if (GATES & 2) next_gate[i] = gate.get(later, here.first, here.end);
         }
+        read(t + STEPS);
         float y[STEPS];
         UNROLL for (int i = 0; i < STEPS; i++) {
             UNROLL for (int j = 0; j < TAPS; j++) sums[j] += taps[j] * v[i];
@@ -159,14 +125,16 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
             if (GATES & 2) window[k] *= widened(gate.get(end + k, 0, T));
         }
         data_t next[STEPS], next_gate[STEPS], next_x[STEPS], next_in[STEPS], next_y[STEPS];
-        UNROLL for (int i = 0; i < STEPS; i++) {
-            int s = end - STEPS + i;
-            next[i] = from.get(s, here.first, T);
-            next_x[i] = x.get(s, here.first, T);
-            if (GATES & 2) next_gate[i] = gate.get(s, here.first, T);
-            if (GATES & 1) next_in[i] = in.get(s, here.first, T);
-            if (GATES & 2) next_y[i] = y.get(s, 0, gate_end);
-        }
+        auto read = [&](int s) {
+            UNROLL for (int i = 0; i < STEPS; i++) {
+                next[i] = from.get(s + i, here.first, T);
+                next_x[i] = x.get(s + i, here.first, T);
+                if (GATES & 2) next_gate[i] = gate.get(s + i, here.first, T);
+                if (GATES & 1) next_in[i] = in.get(s + i, here.first, T);
+                if (GATES & 2) next_y[i] = y.get(s + i, 0, gate_end);
+            }
+        };
+        read(end - STEPS);
         _Pragma("unroll 1") for (int s = end - STEPS; s >= here.first; s -= STEPS) {
             UNROLL for (int k = TAPS - 2; k >= 0; k--) window[k + STEPS] = window[k];
             data_t now_x[STEPS], now_in[STEPS];
@@ -176,13 +144,8 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
                 window[i] = GATES & 2 ? dy * widened(next_gate[i]) : dy;
                 now_x[i] = next_x[i];
                 if (GATES & 1) now_in[i] = next_in[i];
-                int sooner = s - STEPS + i;
-                next[i] = from.get(sooner, here.first, T);
-                next_x[i] = x.get(sooner, here.first, T);
-                if (GATES & 2) next_gate[i] = gate.get(sooner, here.first, T);
-                if (GATES & 1) next_in[i] = in.get(sooner, here.first, T);
-                if (GATES & 2) next_y[i] = y.get(sooner, 0, gate_end);
             }
+            read(s - STEPS);
             float v[STEPS], dv[STEPS] = {};
             UNROLL for (int i = 0; i < STEPS; i++) {
                 v[i] = widened(now_x[i]);

@@ -19,8 +19,9 @@
 // Compiled with -D for: N, E, R1, R2, R3, OUTER (powers of 2, R1 R2 R3 = N, R1 = E the largest); HALF, whether rows
 // fill no more than half of N OUTER, as filters always do; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BLOCKS and
 // BACKWARD_BLOCKS (wanted on a multiprocessor at a time, by `convolve` and by `differentiate`); KEEPS, whether
-// `differentiate` has room for the filter's spectrum and the sum of its gradient's; and DATA, one of 0 (float32),
-// 1 (bfloat16), 2 (float16).
+// `differentiate` has room for the filter's spectrum and the sum of its gradient's; and DATA (see data.cuh).
+
+#include "data.cuh"
 
 #define THREADS (N / E)
 #define WARPS (THREADS / 32)
@@ -29,16 +30,8 @@
 #define ROOM (N / (ROUNDS ? ROUNDS : 1) / BANKS * (BANKS + 1))  // for values that change threads at a time
 #define HELD (HALF && OUTER == 1 ? E / 2 : E)                   // values of a thread that may lie inside a row
 #define SEGMENTS (HALF && OUTER > 1 ? OUTER / 2 : OUTER)        // that a row may reach
-#define DEVICE static __device__ __forceinline__
-#define UNROLL _Pragma("unroll")
 #ifndef SHARED
 #define SHARED(name) extern __shared__ float name[]
-#endif
-
-#if DATA == 0
-typedef float data_t;
-#else
-typedef unsigned short data_t;
 #endif
 
 #ifndef EMULATED
@@ -51,30 +44,6 @@ DEVICE float larger(float a, float b) {
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
 }
-#if DATA == 1
-DEVICE data_t narrowed(float x) {
-    data_t y;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
-#elif DATA == 2
-DEVICE float widened(data_t x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-}
-DEVICE data_t narrowed(float x) {
-    data_t y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
-#endif
-#endif
-DEVICE float widened(float x) { return x; }
-#if DATA == 0
-DEVICE float narrowed(float x) { return x; }
-#elif DATA == 1
-DEVICE float widened(data_t x) { return __uint_as_float((unsigned)x << 16); }
 #endif
 
 struct Values {
