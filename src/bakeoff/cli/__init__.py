@@ -75,7 +75,7 @@ class _LateHandler(logging.Handler):
         from rich.console import Console
         from rich.logging import RichHandler
 
-        from bakeoff.train.outlet import Outlet
+        from bakeoff.outlet import Outlet
 
         console = Console(stderr=True)
         console.file = Outlet(console.file)  # type: ignore[assignment]

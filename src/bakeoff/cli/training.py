@@ -12,12 +12,12 @@ from rich.console import Console
 
 from bakeoff.cli.terminal import console, counted, device_named, working
 from bakeoff.models import build
+from bakeoff.outlet import lasting
 from bakeoff.select import TuneReport, using
 from bakeoff.select import tune as tune_step
 from bakeoff.select.render import explained, selection_table
 from bakeoff.train import Config, Result, recipe, resolve, to_toml, train
 from bakeoff.train.data import Batches, ByteCorpus, split
-from bakeoff.train.outlet import lasting
 from bakeoff.train.step import Stepper
 
 __all__ = ["configured", "print_config", "print_result", "run", "tune_recipe"]

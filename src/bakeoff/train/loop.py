@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from bakeoff.models import build
+from bakeoff.outlet import lasting
 from bakeoff.parallel import World, joined
 from bakeoff.select import using
 from bakeoff.train.config import Config, ConfigError
@@ -15,7 +16,6 @@ from bakeoff.train.data import Batches, ByteCorpus, Prefetcher, held_out_rows, s
 from bakeoff.train.device import deterministic, memory_errors, pick_device, spread_mode
 from bakeoff.train.leak import check_leaks
 from bakeoff.train.metrics import MetricsLog
-from bakeoff.train.outlet import lasting
 from bakeoff.train.run import Result, Run, stopped_first
 from bakeoff.train.rundir import open_run
 from bakeoff.train.signals import Stopped, StopSignals

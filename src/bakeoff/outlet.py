@@ -1,6 +1,7 @@
 """Standard output that may go away under a run: a pipe without a reader, a full disk, a closed terminal."""
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -8,9 +9,9 @@ from typing import IO, Any, cast
 
 from rich.console import Console
 
-from bakeoff.train.metrics import log
-
 __all__ = ["Outlet", "lasting"]
+
+log = logging.getLogger("bakeoff")
 
 
 class Outlet:
