@@ -61,22 +61,20 @@ convolve(data_t *u, data_t *gate_in, data_t *gate_out, const float *h, const flo
     float sums[TAPS] = {};  // sums[j]: what inputs before t add to the output at t + j
     int start = here.first - (TAPS - 1 + STEPS - 1) / STEPS * STEPS;
     data_t next[STEPS], next_in[STEPS], next_gate[STEPS];
-    auto read = [&](int t) {
-        UNROLL for (int i = 0; i < STEPS; i++) {
-            next[i] = from.get(t + i, 0, here.end);
-            if (GATES & 1) next_in[i] = in.get(t + i, 0, here.end);
-            if (GATES & 2) next_gate[i] = gate.get(t + i, here.first, here.end);
-        }
+    auto read = [&](int i, int t) {
+        next[i] = from.get(t, 0, here.end);
+        if (GATES & 1) next_in[i] = in.get(t, 0, here.end);
+        if (GATES & 2) next_gate[i] = gate.get(t, here.first, here.end);
     };
-    read(start);
+    UNROLL for (int i = 0; i < STEPS; i++) read(i, start + i);
     _Pragma("unroll 1") for (int t = start; t < here.end; t += STEPS) {
         float v[STEPS], gates[STEPS];
         UNROLL for (int i = 0; i < STEPS; i++) {
             v[i] = widened(next[i]);
             if (GATES & 1) v[i] *= widened(next_in[i]);
             if (GATES & 2) gates[i] = widened(next_gate[i]);
+            read(i, t + STEPS + i);
         }
-        read(t + STEPS);
         float y[STEPS];
         UNROLL for (int i = 0; i < STEPS; i++) {
             UNROLL for (int j = 0; j < TAPS; j++) sums[j] += taps[j] * v[i];
@@ -125,16 +123,14 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
             if (GATES & 2) window[k] *= widened(gate.get(end + k, 0, T));
         }
         data_t next[STEPS], next_gate[STEPS], next_x[STEPS], next_in[STEPS], next_y[STEPS];
-        auto read = [&](int s) {
-            UNROLL for (int i = 0; i < STEPS; i++) {
-                next[i] = from.get(s + i, here.first, T);
-                next_x[i] = x.get(s + i, here.first, T);
-                if (GATES & 2) next_gate[i] = gate.get(s + i, here.first, T);
-                if (GATES & 1) next_in[i] = in.get(s + i, here.first, T);
-                if (GATES & 2) next_y[i] = y.get(s + i, 0, gate_end);
-            }
+        auto read = [&](int i, int s) {
+            next[i] = from.get(s, here.first, T);
+            next_x[i] = x.get(s, here.first, T);
+            if (GATES & 2) next_gate[i] = gate.get(s, here.first, T);
+            if (GATES & 1) next_in[i] = in.get(s, here.first, T);
+            if (GATES & 2) next_y[i] = y.get(s, 0, gate_end);
         };
-        read(end - STEPS);
+        UNROLL for (int i = 0; i < STEPS; i++) read(i, end - STEPS + i);
         _Pragma("unroll 1") for (int s = end - STEPS; s >= here.first; s -= STEPS) {
             UNROLL for (int k = TAPS - 2; k >= 0; k--) window[k + STEPS] = window[k];
             data_t now_x[STEPS], now_in[STEPS];
@@ -144,8 +140,8 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
                 window[i] = GATES & 2 ? dy * widened(next_gate[i]) : dy;
                 now_x[i] = next_x[i];
                 if (GATES & 1) now_in[i] = next_in[i];
+                read(i, s - STEPS + i);
             }
-            read(s - STEPS);
             float v[STEPS], dv[STEPS] = {};
             UNROLL for (int i = 0; i < STEPS; i++) {
                 v[i] = widened(now_x[i]);
