@@ -649,7 +649,7 @@ def test_readme_marks_stale_and_unmeasured(rms_norm: Op, tmp_path: Path) -> None
         row.update(us=None, chosen=False, reason="not enough GPU memory")
     results.write(path, file)
     text = readme.render(folder)
-    assert "Stale, measured with an earlier source: rms_norm triton." in text
+    assert "Stale, measured with another source: rms_norm triton." in text
     assert f"- rms_norm {rms_norm.cases()[1].name}, both, graph: not enough GPU memory" in text
 
 

@@ -230,8 +230,8 @@ def test_a_stale_row_must_be_named() -> None:
     document = good()
     document["rows"][0]["source_hash"] = "000000000000"
     assert problems(document)
-    assert problems(document, "Stale, measured with an earlier source: rotary eager.")
-    assert not problems(document, "Stale, measured with an earlier source: rms_norm eager, rotary triton.")
+    assert problems(document, "Stale, measured with another source: rotary eager.")
+    assert not problems(document, "Stale, measured with another source: rms_norm eager, rotary triton.")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from bakeoff.bench import results
+from bakeoff.select import find_op
 
 __all__ = ["render", "rewritten"]
 
@@ -24,18 +25,19 @@ def rewritten(page: str, folder: Path) -> str:
 
 
 def render(op: str, folder: Path) -> str:
-    """A table for each machine, direction and regime in which `op` was measured."""
+    """A table for each machine, direction and regime in which `op` was measured, cases as the op lists them."""
     tables = []
+    order = {case.name: place for place, case in enumerate(find_op(op).cases())}
     for path in sorted(folder.glob("*/ops.json")):
         file = results.read(path)
         groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(
             lambda: defaultdict(list)
         )
-        for row in file.rows:
-            if row.get("op") == op and row["us"] is not None:
-                groups[row["direction"], row["regime"]][row["case"]].append(row)
+        timed = [row for row in file.rows if row.get("op") == op and row["us"] is not None]
+        for row in sorted(timed, key=lambda row: order.get(row["case"], len(order))):
+            groups[row["direction"], row["regime"]][row["case"]].append(row)
         place = f"{folder.name}/{path.parent.name}/{path.name}"
-        for (direction, regime), cases in groups.items():
+        for (direction, regime), cases in sorted(groups.items(), reverse=True):
             tables.append(
                 f"{_WAYS[direction]}, {regime}, in us; {file.env.device}, torch {file.env.torch} "
                 f"([{place}](../{place})).\n\n{_table(cases)}"

@@ -89,12 +89,15 @@ def _machine(file: File, name: str) -> str:
         ]
     if unmeasured:
         lines += ["", "Not measured:", "", *(f"- {_name(row)}: {row['reason']}" for row in unmeasured)]
+    return "\n".join([*lines, *_stale(file)])
+
+
+def _stale(file: File) -> list[str]:
+    """A paragraph that names what has changed since it was measured."""
     stale = sorted(
         {f"{row['op']} {row['candidate']}" for row in file.rows if "op" in row and not results.current(row)}
     )
-    if stale:
-        lines += ["", f"Stale, measured with an earlier source: {', '.join(stale)}."]
-    return "\n".join(lines)
+    return ["", f"Stale, measured with another source: {', '.join(stale)}."] if stale else []
 
 
 def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tuple[str, list[str]]:
@@ -155,7 +158,7 @@ def _selection(file: File, name: str) -> str:
             f"With its table there, a start spends {summary['cached_start_s']:.2f} s on selection "
             f"and {summary['load_s']:.1f} s on loading the winners' compiled code."
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_stale(file)])
 
 
 def _steps(file: File, name: str) -> str:

@@ -185,7 +185,7 @@ class Mixer(nn.Module):
         if self.filter is not None:
             y = self.filter(k, v, q, past, f"{self.layer} filter")
         else:
-            q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+            q, k, v = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q, k, v))
             y = attend(q, k, v, cos, sin, None if cache is None else cache.attention, self.layer)
         out: Tensor = self.out(y)
         return out

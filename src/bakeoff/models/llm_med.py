@@ -2,8 +2,8 @@
 
 Pre-norm blocks of attention (rotary positions, optional key/value sharing) and a gated MLP, tied head.
 The residual stream travels as a pair (branch, residual): the sum of the two is formed inside the next
-RMSNorm, so that adding and normalising is one pass over memory. Every `rms_norm` and `rotary` call goes
-through selection.
+RMSNorm, so that adding and normalising is one pass over memory. Every `rms_norm`, `rotary` and `swiglu` call
+goes through selection.
 
 Shapes: B batch, T time, D d_model, H heads, K kv_heads, E = D / H, V vocab.
 """
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from bakeoff.models.checks import check_fields, check_ids, check_kind, check_sampling
 from bakeoff.nn import HasRotaryTables, RMSNorm
 from bakeoff.ops.rotary import rotary
+from bakeoff.ops.swiglu import swiglu
 
 __all__ = ["SIZES", "Cache", "Config", "LLMMed", "sample"]
 
@@ -144,7 +145,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        heads = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         out: Tensor = self.out(attend(q, k, v, cos, sin, cache, self.layer))
         return out
@@ -177,8 +178,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.ff_dim, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(F.silu(gate) * up)
+        out: Tensor = self.down(swiglu(self.gate_up(x)))
         return out
 
 

@@ -502,7 +502,7 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
     }
     if (KEEPS) UNROLL for (int e = 0; e < E; e++) sum.re[e] = sum.im[e] = 0.f;
     for (int b = share * 2; b < B; b += 2 * shares) {
-        refresh(t);
+        if (!KEEPS) refresh(t);
         bool pair = b + 1 < B;
         Pair from = rows(dy, b, pair, c, dy_b, dy_c);
         float2 scale;
@@ -543,7 +543,7 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
             z.re[e] = w.x;
             z.im[e] = w.y;
         }
-        refresh(t);
+        if (!KEEPS) refresh(t);
         backward(z, t, room, twiddles);
         finish(z, t, part, from, skips ? skips[c] : 0.f, scale, results(dx, b, pair, c, dx_b, dx_c), T, parts, counts,
                b / 2 * (long long)C + c, twiddles);

@@ -1,0 +1,162 @@
+"""The declaration of swiglu: its candidates, cost, cases and checks."""
+
+from typing import Any
+
+import torch
+
+from bakeoff.ops.swiglu import peers
+from bakeoff.ops.swiglu.reference import swiglu as reference
+from bakeoff.select.compiled import compiler_missing
+from bakeoff.select.key import round_rows, with_layout
+from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
+
+__all__ = ["OP"]
+
+_HOST_BOUND = 2**27  # bytes: a forward and its backward that the GPU ends before the host has issued them
+
+
+def check(case: Case) -> None:
+    """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
+    gate, up = case.gate, case.up
+    for name, value in (("gate", gate), ("up", up)):
+        if value is None and name == "up":
+            continue
+        if not isinstance(value, TensorMeta):
+            raise TypeError(f"swiglu: {name} must be a tensor, got {value!r}")
+        if not value.dtype.is_floating_point or value.dtype.itemsize < 2:
+            raise TypeError(
+                f"swiglu: {name} is {value.dtype}; convert it to a floating dtype of at least 16 bits"
+            )
+        if not value.shape:
+            raise ValueError(f"swiglu: {name} has no dimensions, expected [..., F]: pass {name}[None]")
+    if up is None:
+        if gate.shape[-1] % 2:
+            raise ValueError(
+                f"swiglu: gate has shape {gate.shape}; without up its last dimension holds both halves, so "
+                f"it must be even: pass up, or pad"
+            )
+        return
+    if up.shape != gate.shape:
+        raise ValueError(
+            f"swiglu: up has shape {up.shape}, expected gate's, {gate.shape}: expand the one that repeats"
+        )
+    if up.dtype != gate.dtype:
+        raise TypeError(f"swiglu: gate is {gate.dtype} and up {up.dtype}: cast one of them")
+
+
+def bucket(case: Case) -> Case:
+    """Rows as one dimension, their number rounded up, every tensor in its layout class's plainest form."""
+    width = case.gate.shape[-1]
+    shape = (round_rows(case.gate.numel // max(width, 1)), width)
+    plain = {name: with_layout(meta, shape) for name, meta in case.tensors.items()}
+    return case.replace(**plain)
+
+
+def cost(case: Case) -> Cost:
+    """Every tensor once: forward gate, up in, y out; backward dy, gate, up (for dgate) in, gradients out."""
+    gate, up = case.gate, case.up
+    if up is None:
+        half, wants_gate, wants_up = gate.nbytes // 2, gate.requires_grad, gate.requires_grad
+    else:
+        half, wants_gate, wants_up = gate.nbytes, gate.requires_grad, up.requires_grad
+    size = half // gate.dtype.itemsize
+    total, flops = 3 * half, 6 * size
+    if wants_gate or wants_up:
+        total += half * (2 + 2 * wants_gate + wants_up)  # dgate is the one that needs up
+        flops += size * (6 + 6 * wants_gate)
+    return Cost(total, flops)
+
+
+def cases() -> list[Case]:
+    """MLPs of language models from one token to large batches, packed and separate, then every form once."""
+    bf16 = torch.bfloat16
+    return [
+        _case(24576, 1008, bf16, "packed"),
+        _case(24576, 1024, bf16, "packed"),
+        _case(49152, 1008, bf16, "packed"),
+        _case(8192, 4096, bf16, "packed"),
+        _case(16384, 2752, bf16, "packed"),
+        _case(256, 1008, bf16, "packed"),
+        _case(8192, 4096, bf16),
+        _case(8192, 4096, bf16, "halves"),
+        _case(1, 4096, bf16),
+        _case(8192, 4096, torch.float16, "packed"),
+        _case(8192, 4096, torch.float32, "packed"),
+        _case(1001, 77, bf16, "packed"),
+    ]
+
+
+def _case(rows: int, features: int, dtype: torch.dtype, form: str = "") -> Case:
+    """`form`: "packed" in one tensor, "halves" of one tensor as two, or two tensors."""
+    args: dict[str, Any]
+    if form == "packed":
+        args = {"gate": TensorMeta.dense((rows, 2 * features), dtype, grad=True), "up": None}
+    else:
+        half = TensorMeta.dense((rows, features), dtype, grad=True)
+        if form == "halves":
+            half = TensorMeta(half.shape, dtype, (2 * features, 1), True)
+        args = {"gate": half, "up": half}
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    return Case(args, "cuda", f"{rows}x{features} {short} {form}".strip())
+
+
+def triton_supports(case: Case) -> str | None:
+    """Why the Triton kernels can't take `case`, or None."""
+    if not case.device.startswith("cuda"):
+        return f"runs on CUDA, not on {case.device}"
+    if case.gate.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"computes in float32: takes float16, bfloat16 and float32, not {case.gate.dtype}"
+    return None
+
+
+def heuristic(case: Case, regime: str) -> str:
+    """The kernels on a GPU; plain PyTorch on the CPU, inside torch.compile, which fuses it with its
+    neighbours, and where the host's time decides: PyTorch's own backward is C++."""
+    if regime == "compiled" or triton_supports(case):
+        return "eager"
+    host_bound = regime == "eager" and case.needs_grad and cost(case).bytes < _HOST_BOUND
+    return "eager" if host_bound else "triton"
+
+
+OP = Op(
+    name="swiglu",
+    reference=reference,
+    candidates=(
+        Candidate("eager", load="bakeoff.ops.swiglu.plain:eager"),
+        Candidate(
+            "compiled",
+            load="bakeoff.ops.swiglu.plain:compiled",
+            supports=compiler_missing,
+            sources=("bakeoff.ops.swiglu.reference",),
+        ),
+        Candidate(
+            "triton",
+            load="bakeoff.ops.swiglu.autograd:swiglu",
+            supports=triton_supports,
+            requires=("triton",),
+            launches="bakeoff.launch:launches",
+            sources=("bakeoff.ops.swiglu.kernels", "bakeoff.ops.swiglu.run", "bakeoff.launch"),
+        ),
+        Candidate(
+            "liger",
+            load="bakeoff.ops.swiglu.peers:liger",
+            supports=peers.liger_supports,
+            requires=("liger_kernel", "triton"),
+            traceable=False,
+        ),
+        Candidate(
+            "fla",
+            load="bakeoff.ops.swiglu.peers:fla",
+            supports=peers.fla_supports,
+            requires=("fla", "triton"),
+            traceable=False,
+        ),
+    ),
+    check=check,
+    bucket=bucket,
+    cost=cost,
+    cases=cases,
+    heuristic=heuristic,
+    features={"gate": 1, "up": 1},
+    batched=frozenset({"gate", "up"}),
+)
