@@ -25,7 +25,7 @@ def rewritten(page: str, folder: Path) -> str:
 
 
 def render(op: str, folder: Path) -> str:
-    """A table for each machine, direction and regime in which `op` was measured, cases as the op lists them."""
+    """A table for each machine, direction and regime in which `op` was measured, cases in their order."""
     tables = []
     order = {case.name: place for place, case in enumerate(find_op(op).cases())}
     for path in sorted(folder.glob("*/ops.json")):
