@@ -1,9 +1,11 @@
-"""Paths as users write them."""
+"""Paths as users write them, and what may lie there."""
 
 import errno
+import os
+import stat
 from pathlib import Path
 
-__all__ = ["expanded"]
+__all__ = ["contents", "expanded"]
 
 
 def expanded(path: str | Path) -> Path:
@@ -14,3 +16,17 @@ def expanded(path: str | Path) -> Path:
         raise FileNotFoundError(
             errno.ENOENT, "its ~ stands for no home folder here, write the path out", str(path)
         ) from None
+
+
+def contents(path: Path, largest: int) -> bytes:
+    """The bytes of a regular file of at most `largest` bytes; raises OSError for anything else.
+
+    A pipe's other end is not waited for.
+    """
+    with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if status.st_size > largest:
+            raise OSError(errno.EFBIG, f"it is larger than {largest >> 20} MiB", str(path))
+        return file.read()

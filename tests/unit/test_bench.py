@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,7 +233,7 @@ def test_every_cell_is_on_disk_at_once(worker: type[FakeWorker], rms_norm: Op, t
     contests.run_ops([rms_norm], "cpu", out, resume=True)
     assert len(worker.held) == len(list(cells(rms_norm, "cpu"))) - 3
     file = results.read(out)
-    assert len({contests.cell_of(row) for row in file.rows}) * 6 == len(file.rows)
+    assert len({results.cell_of(row) for row in file.rows}) * 6 == len(file.rows)
 
 
 def test_resume_measures_changed_sources_again(
@@ -255,7 +256,36 @@ def test_other_cells_stay(worker: type[FakeWorker], rms_norm: Op, tmp_path: Path
     contests.run_ops([rms_norm], "cpu", out, text=ONE)
     rows = results.read(out).rows
     assert len(rows) == 24
-    assert len({(*contests.cell_of(row), row["candidate"]) for row in rows}) == 24
+    assert len({(*results.cell_of(row), row["candidate"]) for row in rows}) == 24
+
+
+def test_runs_side_by_side_keep_each_others_rows(
+    worker: type[FakeWorker], rms_norm: Op, tmp_path: Path
+) -> None:
+    out = tmp_path / "ops.json"
+
+    def hear(*_: Any) -> None:
+        contests.run_ops([rms_norm], "cpu", out, text="bf16[1,4096]")
+
+    contests.run_ops([rms_norm], "cpu", out, text=ONE, hear=hear)
+    assert len({results.cell_of(row) for row in results.read(out).rows}) == 4
+
+
+def test_a_writer_waits_for_another(tmp_path: Path) -> None:
+    out = tmp_path / "ops.json"
+    order = []
+
+    def first(file: File) -> None:
+        thread.start()
+        thread.join(0.2)
+        order.append("first")
+
+    thread = threading.Thread(
+        target=lambda: results.changed(out, environment(), lambda _: order.append("second"))
+    )
+    results.changed(out, environment(), first)
+    thread.join()
+    assert order == ["first", "second"]
 
 
 def test_a_cell_without_memory_is_a_row(worker: type[FakeWorker], rms_norm: Op, tmp_path: Path) -> None:
@@ -277,7 +307,11 @@ def test_a_cell_without_memory_is_a_row(worker: type[FakeWorker], rms_norm: Op, 
     assert row["reason"] == heard[1]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"schema":2,"env":{},"rows":[]}', b"[" * 10**5])
+HALF = msgspec.json.encode({"env": environment(), "rows": [{"op": "rms_norm", "case": "x"}]})
+"""Whose row says neither what was measured nor how."""
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"schema":2,"env":{},"rows":[]}', b"[" * 10**5, HALF])
 def test_bad_results_file_is_left_alone(
     worker: type[FakeWorker], rms_norm: Op, tmp_path: Path, content: bytes
 ) -> None:
@@ -288,9 +322,15 @@ def test_bad_results_file_is_left_alone(
     assert out.read_bytes() == content
 
 
+@pytest.mark.parametrize("path", [Path(os.devnull), Path("/dev/full")])
+def test_what_is_no_file_is_no_results_file(path: Path) -> None:
+    with pytest.raises(ResultsError, match="not a regular file"):
+        results.read(path)
+
+
 def test_another_machines_file_is_left_alone(worker: type[FakeWorker], rms_norm: Op, tmp_path: Path) -> None:
     out = tmp_path / "ops.json"
-    results.write(out, File(environment(), [{"op": "x"}]))
+    results.write(out, File(environment(), [{"mode": "x"}]))
     before = out.read_bytes()
     with pytest.raises(ResultsError, match="give another --out"):
         contests.run_ops([rms_norm], "cpu", out, text=ONE)
@@ -315,7 +355,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(ResultsError, match="No space left"):
-        results.write(out, File(environment(), [{"op": "x"}]))
+        results.write(out, File(environment(), [{"mode": "x"}]))
     assert out.read_bytes() == before
     assert list(tmp_path.iterdir()) == [out]
 
@@ -439,6 +479,9 @@ def test_selection_suite_writes_its_file(
         assert [row["regret"] for row in times if row["chosen"]] == [1.0, 1.0]
         assert file.summary["eager"]["cells"] == 2
         assert file.summary["tune_s"] == 21.0
+    before = out.read_bytes()
+    regret.run_selection([rms_norm], "cpu", out, text=ONE, budget_s=0.05, resume=True)
+    assert results.read(out).rows == msgspec.json.decode(before, type=File).rows, "all of it was known"
     assert "[256,1000]" in worker.held[0]  # the contest is held at the bucket, times are the exact shape's
 
 
@@ -649,7 +692,7 @@ def test_readme_marks_stale_and_unmeasured(rms_norm: Op, tmp_path: Path) -> None
         row.update(us=None, chosen=False, reason="not enough GPU memory")
     results.write(path, file)
     text = readme.render(folder)
-    assert "Stale, measured with another source: rms_norm triton." in text
+    assert "Stale, measured with another source: rms_norm triton (1 of 2 rows)." in text
     assert f"- rms_norm {rms_norm.cases()[1].name}, both, graph: not enough GPU memory" in text
 
 
@@ -678,7 +721,7 @@ def test_readme_selection_part(tmp_path: Path) -> None:
 
 STEP = {"model": "LLMMed small", "mode": "eager", "batch": 48, "seq": 512, "params": 17_900_000,
         "step_us": 41234.5, "tokens_per_s": 596000.4, "launches": 1203, "syncs": 0, "peak_bytes": 3 * 2**30,
-        "loss": 2.34567, "reason": ""}  # fmt: skip
+        "loss": 2.34567, "reason": "", "precision": "bf16"}  # fmt: skip
 
 
 def test_readme_step_part(tmp_path: Path) -> None:
@@ -687,18 +730,19 @@ def test_readme_step_part(tmp_path: Path) -> None:
     text = readme.render(tmp_path / "results")
     assert "steps on NVIDIA H100 80GB HBM3, torch 2.11.0, 2026-01-02" in text
     assert "`bakeoff bench --suite step` wrote [results/h100/step.json](results/h100/step.json)" in text
-    start = "| LLMMed small, 17.9M, 48 x 512 |"
+    start = "| LLMMed small, 17.9M, 48 x 512, bf16 |"
     assert f"{start} eager | 41,234 | 596,000 | 1,203 | 0 | 3,072 | 2.3457 |" in text
     assert f"{start} captured (not captured) | 41,234 | 596,000 | - | 0 | - | 2.3457 |" in text
 
 
 def test_readme_several_gpus_part(tmp_path: Path) -> None:
-    row = {"ranks": 1, "mode": "ddp", "step_us": 5000.4, "tokens_per_s": 1e6}
+    size = {"model": "tiny", "params": 1.25e6, "batch": 4, "seq": 64, "precision": "bf16"}
+    row = {**size, "ranks": 1, "mode": "ddp", "step_us": 5000.4, "tokens_per_s": 1e6}
     rows = [row, {**row, "ranks": 2, "mode": "fsdp", "largest_difference_from_one_gpu": 3.21e-5}]
     results.write(tmp_path / "results" / "h200x2" / "train.json", File(environment(), rows))
     text = readme.render(tmp_path / "results")
     assert "[results/h200x2/train.json](results/h200x2/train.json)" in text
-    assert "| 1 | ddp | 5,000 | 1,000,000 | - |" in text
+    assert "| tiny, 1.2M, 4 x 64, bf16 | 1 | ddp | 5,000 | 1,000,000 | - |" in text
     assert "| 2 | fsdp | 5,000 | 1,000,000 | 3.2e-05 |" in text
 
 
@@ -744,32 +788,42 @@ def test_pages_are_up_to_date(path: Path) -> None:
     )
 
 
-def test_a_page_shows_what_was_chosen_and_what_was_out(tmp_path: Path) -> None:
-    row = {
-        "op": "rms_norm",
-        "case": "a",
-        "direction": "both",
-        "regime": "graph",
-        "share": 0.5,
-        "verified": True,
-        "error": 0.0025,
-        "eager_error": 0.00166,
-    }
+def test_a_page_shows_what_was_chosen_and_what_was_out(rms_norm: Op, tmp_path: Path) -> None:
+    def row(case: str, candidate: str, us: float | None, **more: Any) -> dict[str, Any]:
+        place = {"op": "rms_norm", "case": case, "dtype": "bfloat16", "direction": "both", "regime": "graph"}
+        figures = {
+            "us": us,
+            "share": 0.5,
+            "error": 0.0025,
+            "eager_error": 0.00166,
+            "bytes": 1,
+            "flops": 1,
+            "chosen": False,
+        }
+        source = rms_norm.by_name[candidate].source_hash
+        return {**place, **figures, "candidate": candidate, "verified": True, "source_hash": source, **more}
+
     rows = [
-        {**row, "candidate": "eager", "us": 1234.4, "chosen": False},
-        {**row, "candidate": "triton", "us": 99.96, "chosen": True},
-        {**row, "candidate": "liger", "us": 80.0, "chosen": False, "verified": False},
-        {**row, "candidate": "fla", "us": None, "chosen": False},
-        {**row, "case": "b", "candidate": "eager", "us": 7.0, "chosen": False},
-        {**row, "op": "rotary", "candidate": "eager", "us": 5.0, "chosen": True},
+        row("a", "eager", 1234.4),
+        row("a", "triton", 99.96, chosen=True),
+        row("a", "liger", 80.0, verified=False),
+        row("a", "fla", None),
+        row("b", "eager", 7.0, source_hash="of old"),
+        row("a", "eager", 5.0, op="rotary"),
+        # Measured last, but the first of the op's cases, in the direction and regime that come first.
+        row("8192x4096 bf16", "eager", 2.0, direction="forward"),
+        row("8192x1024 bf16", "eager", 1.0, direction="forward"),
+        row("8192x1024 bf16", "eager", 3.0),
     ]
     file = results.read(ROOT / "results/h100/ops.json")
     results.write(tmp_path / "results/h100/ops.json", results.File(file.env, rows))
     text = page.rewritten("x\n<!-- op: rms_norm -->\nold\n<!-- end -->\ny\n", tmp_path / "results")
     assert "| a | 1,234 | **100.0** | ~~80.0~~ | 50% | 2.5e-03, 1.7e-03 |" in text
-    assert "| b | 7.0 | - | - | - | - |" in text
+    assert "| b (stale) | 7.0 | - | - | - | - |" in text
     assert "old" not in text
     assert "| 5.0 |" not in text
+    first = [line.split(" |")[0] for line in text.splitlines() if line.startswith(("| 8192", "| a "))]
+    assert first == ["| 8192x1024 bf16", "| 8192x4096 bf16", "| 8192x1024 bf16", "| a"]
     assert page.rewritten(text, tmp_path / "results") == text
 
 
@@ -784,5 +838,5 @@ def test_changed_sources_show_in_the_commit(monkeypatch: pytest.MonkeyPatch) -> 
         return SimpleNamespace(returncode=0, stdout=answers.get(command[-1], " M src/bakeoff/launch.py"))
 
     monkeypatch.setattr(results.subprocess, "run", run)
-    assert results._commit() == "abc+changes"
+    assert results.commit.__wrapped__() == "abc+changes"
     assert asked[-1][-1] == ":/src"

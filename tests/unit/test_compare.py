@@ -230,6 +230,33 @@ def test_crossover() -> None:
     assert crossover([]) is None
 
 
+def test_noise_is_no_crossover() -> None:
+    def at(side: str, ms: float, p20: float, p80: float) -> Speed:
+        return Speed(side=side, length=8, rows=1, mode="eager", tokens_per_s=8000 / ms, step_ms=ms,
+                     step_ms_p20=p20, step_ms_p80=p80)  # fmt: skip
+
+    assert crossover([at("first", 10.0, 9.9, 10.1), at("second", 10.3, 10.2, 10.4)]) == 8
+    assert crossover([at("first", 10.0, 9.9, 10.1), at("second", 10.1, 10.0, 10.2)]) is None
+
+
+@pytest.mark.parametrize(
+    "key", ["data.holdout=0.5", "train.eval_rows=1", "train.seq_len=8", "train.batch_size=2"]
+)
+@pytest.mark.parametrize("side", ["first", "second"])
+def test_neither_can_have_bytes_of_its_own(text: Path, side: str, key: str) -> None:
+    with pytest.raises(CompareError, match=f"{key.partition('=')[0]} decides which bytes are seen"):
+        pair("llm-med", "llm-med", [f"{side}.{key}"], data=str(text), steps=1)
+
+
+def test_data_too_short_to_train_on_leave_no_folder(tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_bytes(b"x" * 300)
+    both = pair("llm-med-tiny", "llm-med-tiny", ["train.seq_len=256"], data=str(short), device="cpu", steps=1)
+    with pytest.raises(CompareError, match=r"train\.seq_len=256 needs at least 514: give longer --data"):
+        compare(*both, tmp_path / "out", lengths=[64])
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_captured_mode_decides_the_crossover() -> None:
     found = rows(L1=(9.0, 1.0))
     found += [

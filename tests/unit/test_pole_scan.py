@@ -1,5 +1,6 @@
 """pole_scan on plain PyTorch: any length under torch.compile, nothing to do, no data, refusals."""
 
+import math
 from typing import Any
 
 import pytest
@@ -82,6 +83,16 @@ def test_scan_leaves_the_past_alone_bit_for_bit_and_eager_but_for_rounding() -> 
     for impl, bound in (("scan", 0.0), ("eager", 1e-6)):
         before, after = (pole_scan(x, *rest[:3], impl=impl)[0] for x in (u, later))
         assert float((before - after)[:, :70].abs().max()) <= bound * float(after.abs().max())
+
+
+@pytest.mark.parametrize(("impl", "first"), [("scan", 64), ("eager", 0)])
+def test_how_far_back_a_nan_reaches(impl: str, first: int) -> None:
+    """What the docstring says of it."""
+    u, *rest = [arg.detach() for arg in drawn(2, 150)]
+    u[0, 100, 1] = math.nan
+    lost = pole_scan(u, *rest[:3], impl=impl)[0].isnan()
+    assert lost[0, first:, 1].all()
+    assert lost.sum() == 150 - first
 
 
 @PLAIN

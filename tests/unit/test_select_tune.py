@@ -1,6 +1,7 @@
 """Tuning: one real step, the exact keys it used, their contests within the budget, the table in force."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,12 @@ def test_the_budget_leaves_the_rest_unsettled_and_says_so(op: Op, held: list[str
     assert held == []
     assert report.verdicts == ()
     assert report.unsettled == {key(op, zoo.case(4, 8, grad=False), "eager"): "the budget of 0 s was spent"}
+
+
+@pytest.mark.parametrize("budget", [math.nan, -1.0])
+def test_a_budget_is_a_number_of_seconds(budget: float) -> None:
+    with pytest.raises(ValueError, match=r"budget_s=.* must be a number of seconds"):
+        tune(lambda: pytest.fail("the step ran"), budget)
 
 
 def test_a_long_step_does_not_eat_the_budget(

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 
 from bakeoff.bench import results
-from bakeoff.bench.results import Env, File, ResultsError, Row
+from bakeoff.bench.results import File, Row, cell_of, keep, open_file
 from bakeoff.bench.suites import Cell, cells
 from bakeoff.errors import ContestError
 from bakeoff.select import Candidate, Op, Verdict
@@ -16,7 +15,7 @@ from bakeoff.select.contest import regimes_of
 from bakeoff.select.measure import input_sets, work
 from bakeoff.select.worker import Worker
 
-__all__ = ["Hear", "cell_of", "keep", "known", "open_file", "peak_bytes", "run_ops"]
+__all__ = ["Hear", "known", "peak_bytes", "run_ops"]
 
 Hear = Callable[[Cell, list[Verdict], str], None]
 """Hears of every cell: its verdicts, or why there are none."""
@@ -43,7 +42,8 @@ def run_ops(
     Raises:
         ResultsError: `out` can't be read or written, or belongs to another machine or other versions.
     """
-    file = open_file(out, results.environment(device))
+    env = results.environment(device)
+    file = open_file(out, env)
     with Worker(announce=announce) as worker:
         for op in ops:
             for cell in cells(op, device, text):
@@ -55,38 +55,10 @@ def run_ops(
                     verdicts = worker.contest(cell.op, cell.case, wanted, budget_s, time_inaccurate=True)
                 except ContestError as error:
                     reason = str(error)
-                keep(file, _rows(cell, verdicts, wanted, reason))
-                results.write(out, file)
+                rows = _rows(cell, verdicts, wanted, reason)
+                file = results.changed(out, env, lambda held: keep(held, rows))  # noqa: B023
                 hear(cell, verdicts, reason)
     return file
-
-
-def open_file(path: Path, env: Env) -> File:
-    """The results in `path` to add to, or new ones."""
-    if not path.exists():
-        return File(env, [])
-    held = results.read(path)
-    if held.env.comparable != env.comparable:
-        raise ResultsError(
-            f"{path} was measured on {held.env.device} with torch {held.env.torch} and triton "
-            f"{held.env.triton}, this is "
-            f"{env.device}, torch {env.torch}, triton {env.triton} (or the driver or the peers' versions "
-            f"differ): "
-            "give another --out, or move that file away"
-        )
-    return File(env, held.rows, summary=held.summary)
-
-
-def keep(file: File, rows: Sequence[Row]) -> None:
-    """Put `rows` in place of those of the same cells."""
-    cells_now = {row.cell for row in rows}
-    file.rows = [row for row in file.rows if "op" not in row or cell_of(row) not in cells_now]
-    file.rows += [msgspec.to_builtins(row) for row in rows]
-
-
-def cell_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
-    """The contest a stored row is part of."""
-    return row["op"], row["case"], row["regime"], row["direction"]
 
 
 def known(file: File, cell: Cell, regimes: Sequence[str]) -> list[Row]:

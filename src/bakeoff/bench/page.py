@@ -1,6 +1,7 @@
 """Tables of an op's measurements on a page, from committed results: `python -m bakeoff.bench.page PAGE...`.
 
-A page has the lines ``<!-- op: NAME -->`` and ``<!-- end -->``; what is between them is written.
+A page has the lines ``<!-- op: NAME -->`` and ``<!-- end -->``; what is between them is written. A stale case
+was measured with another source than today's.
 """
 
 import re
@@ -57,7 +58,8 @@ def _table(cases: dict[str, list[dict[str, Any]]]) -> str:
         share = f"{chosen['share']:.0%}" if chosen else "-"
         errors = f"{chosen['error']:.1e}, {chosen['eager_error']:.1e}" if chosen else "-"
         times = " | ".join(_cell(by_name.get(name)) for name in names)
-        lines.append(f"| {case} | {times} | {share} | {errors} |")
+        stale = "" if all(map(results.current, rows)) else " (stale)"
+        lines.append(f"| {case}{stale} | {times} | {share} | {errors} |")
     return "\n".join(lines)
 
 

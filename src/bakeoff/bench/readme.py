@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from bakeoff.bench import results
-from bakeoff.bench.contests import cell_of
-from bakeoff.bench.results import File
+from bakeoff.bench.results import File, cell_of
+from bakeoff.select import find_op
 
 __all__ = ["render", "replaced"]
 
@@ -89,15 +89,37 @@ def _machine(file: File, name: str) -> str:
         ]
     if unmeasured:
         lines += ["", "Not measured:", "", *(f"- {_name(row)}: {row['reason']}" for row in unmeasured)]
-    return "\n".join([*lines, *_stale(file)])
+    return "\n".join([*lines, *_missing(set(cells)), *_doubts(file)])
 
 
-def _stale(file: File) -> list[str]:
-    """A paragraph that names what has changed since it was measured."""
-    stale = sorted(
-        {f"{row['op']} {row['candidate']}" for row in file.rows if "op" in row and not results.current(row)}
-    )
-    return ["", f"Stale, measured with another source: {', '.join(stale)}."] if stale else []
+def _missing(measured: set[tuple[str, str, str, str]]) -> list[str]:
+    """A paragraph that counts, per op, the cells of its grid that nobody has measured."""
+    texts = []
+    for op in sorted({op for op, *_ in measured}):
+        asked = {
+            (op, case.name, regime, direction)
+            for case in find_op(op).cases()
+            for regime in ("eager", "graph")
+            for direction in (["forward", "both"] if case.needs_grad else ["forward"])
+        }
+        if asked - measured:
+            texts.append(f"{op} {len(asked - measured)} of {len(asked)}")
+    return ["", f"Cells not measured yet: {', '.join(texts)}."] if texts else []
+
+
+def _doubts(file: File) -> list[str]:
+    """A paragraph that names what has changed since it was measured, and one that counts the warnings."""
+    rows = [row for row in file.rows if "op" in row]
+    stale: dict[str, list[bool]] = defaultdict(list)
+    for row in rows:
+        stale[f"{row['op']} {row['candidate']}"].append(not results.current(row))
+    texts = [f"{name} ({sum(old)} of {len(old)} rows)" for name, old in sorted(stale.items()) if any(old)]
+    lines = ["", f"Stale, measured with another source: {', '.join(texts)}."] if texts else []
+    warned = sum(1 for row in rows if row.get("warning"))
+    if warned:
+        why = "other processes were on the GPU, or its speed drifted"
+        lines += ["", f"{warned} of {len(rows)} rows carry a `warning` in the file: {why}."]
+    return lines
 
 
 def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tuple[str, list[str]]:
@@ -158,7 +180,7 @@ def _selection(file: File, name: str) -> str:
             f"With its table there, a start spends {summary['cached_start_s']:.2f} s on selection "
             f"and {summary['load_s']:.1f} s on loading the winners' compiled code."
         )
-    return "\n".join([*lines, *_stale(file)])
+    return "\n".join([*lines, *_doubts(file)])
 
 
 def _steps(file: File, name: str) -> str:
@@ -172,13 +194,12 @@ def _steps(file: File, name: str) -> str:
         *_header("step", "mode", "us a step", "bytes/s", "launches", "syncs", "peak MiB", "loss"),
     ]
     for row in file.rows:
-        size = f"{row['model']}, {row['params'] / 1e6:.1f}M, {row['batch']} x {row['seq']}"
         mode = row["mode"] + (" (not captured)" if row.get("reason") else "")
         times = [f"{row['step_us']:,.0f}", f"{row['tokens_per_s']:,.0f}"]
         counts = [_count(row["launches"]), _count(row["syncs"])]
         peak = row["peak_bytes"]
         last = ["-" if peak is None else f"{peak / 2**20:,.0f}", f"{row['loss']:.4f}"]
-        lines.append(f"| {' | '.join([size, mode, *times, *counts, *last])} |")
+        lines.append(f"| {' | '.join([_size(row), mode, *times, *counts, *last])} |")
     return "\n".join(lines)
 
 
@@ -187,14 +208,19 @@ def _ranks(file: File, name: str) -> str:
     lines = [
         f"Training on several {env.device}, torch {env.torch}, {env.date[:10]} ([{name}]({name})):",
         "",
-        *_header("GPUs", "mode", "us a step", "bytes/s", "largest difference from one GPU"),
+        *_header("step", "GPUs", "mode", "us a step", "bytes/s", "largest difference from one GPU"),
     ]
     for row in file.rows:
         apart = row.get("largest_difference_from_one_gpu")
         figures = [f"{row['step_us']:,.0f}", f"{row['tokens_per_s']:,.0f}"]
         figures.append("-" if apart is None else f"{apart:.1e}")
-        lines.append(f"| {' | '.join([str(row['ranks']), row['mode'], *figures])} |")
+        lines.append(f"| {' | '.join([_size(row), str(row['ranks']), row['mode'], *figures])} |")
     return "\n".join(lines)
+
+
+def _size(row: dict[str, Any]) -> str:
+    size = f"{row['model']}, {row['params'] / 1e6:.1f}M, {row['batch']} x {row['seq']}"
+    return f"{size}, {row['precision']}"
 
 
 def _header(*headings: str) -> list[str]:

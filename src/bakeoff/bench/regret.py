@@ -17,8 +17,8 @@ import torch
 
 from bakeoff import hardware
 from bakeoff.bench import results, starts
-from bakeoff.bench.contests import keep, known, open_file
-from bakeoff.bench.results import File, Row
+from bakeoff.bench.contests import known
+from bakeoff.bench.results import Env, File, Row, keep, open_file
 from bakeoff.bench.suites import Cell, cells, shrunk
 from bakeoff.errors import ContestError
 from bakeoff.select import Case, Op, find_op, using
@@ -80,19 +80,24 @@ def run_selection(
                     continue
                 announce(f"{op.name} {cell.case.name}, {cell.direction}")
                 rows, reason = _settled(cell, contests, worker, budget_s)
-                _store(file, out, rows)
+                file = _stored(out, env, rows)
                 hear(rows, reason)
+            if resume and _knows_host(file, op):
+                continue
             announce(f"{op.name}: host time and overhead of a call")
             rows = [*host_rows(op, device, budget_s), *overhead_rows(op, device)]
-            _store(file, out, rows)
+            file = _stored(out, env, rows)
             hear(rows, "")
     if tuning and not (resume and any("tune_s" in row for row in file.rows)):
         announce("LLM-Med small: tune from nothing, then start with the table")
-        file.rows = [row for row in file.rows if "tune_s" not in row]
-        file.rows.append(starts.measured(device))
-        file.summary = summary(file.rows)
-        results.write(out, file)
+        file = _stored(out, env, (), starts.measured(device))
     return file
+
+
+def _knows_host(file: File, op: Op) -> bool:
+    """Whether `file` holds the host's times of this op with today's sources."""
+    held = [row for row in file.rows if row.get("op") == op.name and row.get("measure") == "host"]
+    return {row["candidate"] for row in held} == set(op.by_name) and all(map(results.current, held))
 
 
 def _settled(cell: Cell, contests: File, worker: Worker, budget_s: float) -> tuple[list[SelectionRow], str]:
@@ -259,10 +264,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _store(file: File, out: Path, rows: Sequence[SelectionRow]) -> None:
-    keep(file, rows)
-    file.summary = summary(file.rows)
-    results.write(out, file)
+def _stored(out: Path, env: Env, rows: Sequence[SelectionRow], tuned: dict[str, Any] | None = None) -> File:
+    def change(file: File) -> None:
+        keep(file, rows)
+        if tuned is not None:
+            file.rows = [*(row for row in file.rows if "tune_s" not in row), tuned]
+        file.summary = summary(file.rows)
+
+    return results.changed(out, env, change)
 
 
 def _tiny(op: Op, device: str) -> Cell:
@@ -294,5 +303,6 @@ def _row(cell: Cell, candidate: str, nbytes: int, flops: int, *, measure: str, *
         flops=flops,
         source_hash=cell.op.by_name[candidate].source_hash,
         date=results.now(),
+        commit=results.commit(),
         **fields,
     )

@@ -4,7 +4,10 @@
 run that is killed keeps what it measured.
 """
 
+import contextlib
 import datetime
+import fcntl
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -12,6 +15,7 @@ import math
 import os
 import re
 import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +25,7 @@ import bakeoff
 from bakeoff import hardware
 from bakeoff.bench.suites import Cell
 from bakeoff.errors import BakeoffError
+from bakeoff.paths import contents
 from bakeoff.select import Op, Trial, Verdict, registry
 
 __all__ = [
@@ -28,15 +33,22 @@ __all__ = [
     "File",
     "ResultsError",
     "Row",
+    "cell_of",
+    "changed",
+    "commit",
     "current",
     "environment",
     "failed_row",
+    "keep",
+    "open_file",
     "ours",
     "read",
     "rows_of_verdict",
     "slug",
     "write",
 ]
+
+_LARGEST = 2**28  # bytes
 
 
 class ResultsError(BakeoffError, ValueError):
@@ -94,6 +106,8 @@ class Row(msgspec.Struct, kw_only=True):
     peak_bytes: int | None = None
     key: str = ""
     date: str = ""
+    commit: str = ""
+    """Of the sources measured, as in `Env`, whose commit is that of the file's last run."""
     warning: str = ""
 
     @property
@@ -124,7 +138,7 @@ def environment(device: str) -> Env:
         facts.cuda,
         facts.python,
         now(),
-        _commit(),
+        commit(),
         limits.copy_gbps,
         limits.matmul_tflops,
         _packages(),
@@ -164,6 +178,7 @@ def rows_of_verdict(cell: Cell, verdict: Verdict, peaks: dict[str, int | None]) 
                 peak_bytes=peaks.get(trial.candidate),
                 key=verdict.key,
                 date=verdict.date,
+                commit=commit(),
                 warning=verdict.warning,
             )
         )
@@ -181,17 +196,65 @@ def failed_row(cell: Cell, regime: str, reason: str) -> Row:
         reason=reason,
         source_hash=incumbent.source_hash,
         date=now(),
+        commit=commit(),
     )
 
 
 def read(path: Path) -> File:
     """The results in `path`. Raises ResultsError with what is wrong."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=File)
+        file = msgspec.json.decode(contents(path, _LARGEST), type=File)
+        msgspec.convert([row for row in file.rows if "op" in row], type=list[Row])
+        return file
     except OSError as error:
         raise ResultsError(f"{path} can't be read: {error.strerror or error}") from None
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ResultsError(f"{path} is no results file of this version: {error}. Move it away") from None
+
+
+def open_file(path: Path, env: Env) -> File:
+    """The results in `path` to add to, or new ones.
+
+    Raises:
+        ResultsError: it can't be read, or belongs to another machine or other versions.
+    """
+    if not path.exists():
+        return File(env, [])
+    held = read(path)
+    if held.env.comparable != env.comparable:
+        raise ResultsError(
+            f"{path} was measured on {held.env.device} with torch {held.env.torch} and triton "
+            f"{held.env.triton}, this is "
+            f"{env.device}, torch {env.torch}, triton {env.triton} (or the driver or the peers' versions "
+            f"differ): "
+            "give another --out, or move that file away"
+        )
+    return File(env, held.rows, summary=held.summary)
+
+
+def changed(path: Path, env: Env, change: Callable[[File], None]) -> File:
+    """Make `change` to what `path` holds now, which another run may have added to, and write it.
+
+    Raises:
+        ResultsError: as `open_file`, or it can't be written.
+    """
+    with _locked(path.parent):
+        file = open_file(path, env)
+        change(file)
+        write(path, file)
+    return file
+
+
+def cell_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    """The contest a stored row is part of."""
+    return row["op"], row["case"], row["regime"], row["direction"]
+
+
+def keep(file: File, rows: Sequence[Row]) -> None:
+    """Put `rows` in place of those of the same cells."""
+    cells_now = {row.cell for row in rows}
+    file.rows = [row for row in file.rows if "op" not in row or cell_of(row) not in cells_now]
+    file.rows += [msgspec.to_builtins(row) for row in rows]
 
 
 def write(path: Path, file: File) -> None:
@@ -211,6 +274,18 @@ def write(path: Path, file: File) -> None:
     finally:
         if beside.exists():
             beside.unlink()
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """`folder`, for one writer at a time; without a lock where there are none."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # writing says what is wrong
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
 
 
 def current(row: dict[str, Any]) -> bool:
@@ -279,7 +354,8 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
+@functools.cache
+def commit() -> str:
     """The repository's commit, with "+changes" when files differ from it; empty outside the repository."""
     package = Path(bakeoff.__file__).parent
 

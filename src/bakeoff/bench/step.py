@@ -20,8 +20,7 @@ from torch import Tensor
 
 import bakeoff
 from bakeoff.bench import results
-from bakeoff.bench.contests import open_file
-from bakeoff.bench.results import File
+from bakeoff.bench.results import File, open_file
 from bakeoff.graphs.sync import WAITED, sync_mode
 from bakeoff.models import build
 from bakeoff.select import tune, using
@@ -88,17 +87,22 @@ def run_step(
         ResultsError: `out` can't be read or written, or belongs to another machine or other versions.
     """
     config, modes, steps = _sized(device)
-    file = open_file(out, results.environment(device))
+    env = results.environment(device)
+    file = open_file(out, env)
     for mode in modes:
         held = [row for row in file.rows if _same(row, config, mode)]
         if resume and any(row.get("source_hash") == _source_hash() for row in held):
             continue
         announce(f"{mode}: holding contests, then measuring")
         row = measured(config, torch.device(device), mode, steps, budget_s)
-        file.rows = [other for other in file.rows if other not in held] + [msgspec.to_builtins(row)]
-        results.write(out, file)
+        file = results.changed(out, env, lambda now: _put(now, config, row))  # noqa: B023
         hear(row)
     return file
+
+
+def _put(file: File, config: Config, row: StepRow) -> None:
+    others = [other for other in file.rows if not _same(other, config, row.mode)]
+    file.rows = [*others, msgspec.to_builtins(row)]
 
 
 def _same(row: dict[str, Any], config: Config, mode: str) -> bool:

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 import errno
 import inspect
 import logging
+import math
 import os
 import re
 from pathlib import Path
@@ -25,6 +26,16 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for prog
 CONFIG = click.option("--config", type=click.Path(path_type=Path), help="A TOML file laid over the recipe.")
 DATA = click.option("--data", help="File or folder to train on, as bytes (data.path).")
 FILE = click.Path(path_type=Path)
+
+
+class Finite(click.FloatRange):
+    """A number in a range, which neither nan nor inf is."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 class Explained(click.Command):
@@ -105,7 +116,7 @@ def main(verbose: int, quiet: bool, debug: bool) -> None:
 
 @main.command("demo")
 @click.option(
-    "--seconds", type=click.FloatRange(1), help="Training time of each. [default: 45 on the CPU, 60 on a GPU]"
+    "--seconds", type=Finite(1), help="Training time of each. [default: 45 on the CPU, 60 on a GPU]"
 )
 @DATA
 @click.option("--out", type=FILE, help="Folder of the runs. [default: runs/demo-DATE-TIME]")
@@ -168,7 +179,7 @@ def train(
 @click.argument("words", metavar="[RECIPE] [KEY=VALUE]...", nargs=-1)
 @CONFIG
 @DATA
-@click.option("--budget", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True,
+@click.option("--budget", type=Finite(0, min_open=True), default=60.0, show_default=True,
               help="Seconds for all contests.")  # fmt: skip
 @click.option("--peers", is_flag=True, help="Let installed third-party candidates compete; takes longer.")
 @click.option("--force", is_flag=True, help="Measure again what the table knows already.")
@@ -202,7 +213,7 @@ def tune(
 @DEVICE
 @click.option("--out", type=FILE, help="Results file. [default: results/GPU/SUITE.json]")
 @click.option("--filter", "text", default="", help="Only cases whose name or shapes contain this text.")
-@click.option("--budget", type=click.FloatRange(0, min_open=True),
+@click.option("--budget", type=Finite(0, min_open=True),
               help="Seconds measured per contest; verification comes on top. [default: 2; in --suite step "
                    "60, for all contests of a mode]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Leave out what the results file holds with today's sources.")
@@ -237,7 +248,7 @@ def bench(
 @main.command("compare")
 @click.argument("words", metavar="[FIRST] [SECOND] [KEY=VALUE]...", nargs=-1)
 @DATA
-@click.option("--minutes", type=click.FloatRange(0, min_open=True),
+@click.option("--minutes", type=Finite(0, min_open=True),
               help="Wall time of every run. [default: 1 on the CPU, 3 on a GPU]")  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), help="Steps of every run, instead of --minutes.")
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True,
@@ -368,13 +379,11 @@ def list_ops(device: str, as_json: bool) -> None:
 @click.argument("run", type=FILE)
 @click.option("--prompt", default="def ", show_default=True, help="Text to go on from.")
 @click.option("--max-new", type=click.IntRange(1), default=400, show_default=True, help="Bytes to write.")
-@click.option(
-    "--temperature", type=click.FloatRange(0), default=0.8, show_default=True, help="0: the likeliest byte."
-)
+@click.option("--temperature", type=Finite(0), default=0.8, show_default=True, help="0: the likeliest byte.")
 @click.option("--top-k", type=click.IntRange(0), default=0, help="Only the k likeliest bytes; 0: all.")
 @click.option(
     "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Finite(0, 1, min_open=True),
     default=1.0,
     help="Only the likeliest bytes that hold this probability.",
 )

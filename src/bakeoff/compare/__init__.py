@@ -62,7 +62,8 @@ def compare(
         first, second: from `pair`.
         out: a folder for this comparison alone.
         seeds: runs of each model, with train.seed = 0, 1, ...
-        lengths: bytes a row; the rows of a step are chosen so that its bytes stay about the same.
+        lengths: bytes a row; the rows of a step are chosen so that its bytes stay about the same,
+                but at least one.
         resume: go on with the comparison in `out`: what it holds is kept, and may be added to.
         say: hears a line about every part done; announce: hears what is being done.
 

@@ -26,6 +26,8 @@ _OPTIONS = {
     "train.resume": "--resume",
 }
 """Keys that a comparison sets itself, and the option that says how."""
+_BYTES = ("data.holdout", "train.eval_rows", "train.seq_len", "train.batch_size", "train.accumulate")
+"""Keys that decide which bytes are trained on, in which order, and which are scored."""
 _QUIET = ("train.eval_every=0", "train.checkpoint_every=0", "train.keep=1")
 """Measuring and saving on the way would cost the faster model more of its time."""
 
@@ -55,7 +57,8 @@ def pair(
 
     Raises:
         ConfigError: an unknown recipe or key, or a value that does not fit.
-        CompareError: a key that the comparison sets itself, or that one model lacks; both limits, or none.
+        CompareError: a key that the comparison sets itself, that one model lacks, or that would give one side
+            other bytes; both limits, or none.
     """
     if (minutes is None) == (steps is None):
         raise CompareError("equal time or equal steps: give either --minutes or --steps")
@@ -140,6 +143,8 @@ def _sorted(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
         key = (rest if side in own else text).partition("=")[0].strip()
         if key in _OPTIONS:
             raise CompareError(f"{key} is the same for both and set by the comparison: use {_OPTIONS[key]}")
+        if side in own and key in _BYTES:
+            raise CompareError(f"{key} decides which bytes are seen: write {rest.strip()}, for both")
         if side == "first" and key == "model.d_ff":
             raise CompareError(
                 "first.model.d_ff is chosen so that the parameters are equal: set second.model.d_ff"

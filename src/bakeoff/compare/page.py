@@ -81,7 +81,8 @@ def _verdict(document: Document) -> str:
 
 
 def _speed(document: Document) -> str:
-    heads = ("context", "mode", *(f"{document.model(side).name} ms/step" for side in SIDES), "times as fast",
+    heads = ("context", "rows", "mode",
+             *(f"{document.model(side).name} ms/step" for side in SIDES), "times as fast",
              *(f"{document.model(side).name} inference ms" for side in SIDES),
              *(f"{document.model(side).name} peak MiB" for side in SIDES))  # fmt: skip
     lines = []
@@ -93,7 +94,8 @@ def _speed(document: Document) -> str:
         known = one and two and one.step_ms and two.step_ms
         ratio = f"{two.step_ms / one.step_ms:.2f}" if known else "-"  # type: ignore[operator, union-attr]
         peaks = [f"{row.peak_bytes / 2**20:,.0f}" if row and row.peak_bytes else "-" for row in (one, two)]
-        lines.append((str(length), mode, *steps, ratio, *infer, *peaks))
+        count = str((one or two).rows)  # type: ignore[union-attr]
+        lines.append((str(length), count, mode, *steps, ratio, *infer, *peaks))
     return _grid(heads, lines)
 
 

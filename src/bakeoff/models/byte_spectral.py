@@ -72,7 +72,8 @@ class Config(
     heads: int = 8
     """Of those blocks."""
     max_seq_len: int = 1024
-    """The longest row of a model with attention; without, the length that filters are initialised for."""
+    """The longest row of an encoder or a model with attention; of another, the length that filters are
+    initialised for."""
     bidirectional: bool = False
     """An encoder: frequencies of the whole row are filtered, and the mean position is classified."""
     classes: int = 0
@@ -272,8 +273,8 @@ class ByteSpectralLM(HasRotaryTables):
         """(logits, loss) of whole rows.
 
         Args:
-            ids: [B, T] bytes, uint8, int32 or int64, T >= 1 (with attention T <= config.max_seq_len). Their
-                values are not checked, which would wait for the device.
+            ids: [B, T] bytes, uint8, int32 or int64, T >= 1, at most config.max_seq_len with attention or as
+                an encoder. Their values are not checked, which would wait for the device.
             targets: [B, T] next bytes, or of an encoder [B] classes; -100 where none counts.
             return_logits: give logits beside the loss, too.
 

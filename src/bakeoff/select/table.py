@@ -11,7 +11,6 @@ import importlib.resources
 import logging
 import os
 import re
-import stat
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import msgspec
 
 from bakeoff import hardware
 from bakeoff.errors import TableError
-from bakeoff.paths import expanded
+from bakeoff.paths import contents, expanded
 from bakeoff.select.op import Op
 from bakeoff.select.verdict import Verdict
 
@@ -62,18 +61,10 @@ def cache_dir() -> Path:
 def read(path: Path) -> Table:
     """The table in `path`; raises `TableError` with what is wrong, whatever the file holds."""
     try:
-        with open(path, "rb", opener=lambda p, f: os.open(p, f | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise TableError(f"{path} is not a regular file")
-            if status.st_size > _LARGEST:
-                raise TableError(f"{path} is larger than {_LARGEST >> 20} MiB")
-            table = msgspec.json.decode(file.read(), type=Table)
+        table = msgspec.json.decode(contents(path, _LARGEST), type=Table)
     except OSError as error:
         raise TableError(f"{path} can't be read: {error.strerror or error}") from error
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        if isinstance(error, TableError):
-            raise
         raise TableError(f"{path} is not a table of this version: {error}") from error
     if not all(str(fact).isprintable() for fact in msgspec.structs.astuple(table.facts)):
         raise TableError(

@@ -74,6 +74,7 @@ def tune(
 
     Raises:
         PolicyError: an unknown regime.
+        ValueError: a budget that isn't a number of seconds.
 
     Example:
         >>> import torch, bakeoff
@@ -84,6 +85,8 @@ def tune(
     """
     if isinstance(regimes, str) or not {*(regimes or ())} <= {*REGIMES}:
         raise PolicyError(f"regimes={regimes!r} must be some of {REGIMES}, such as ('eager',)")
+    if not budget_s >= 0:
+        raise ValueError(f"budget_s={budget_s} must be a number of seconds, at least 0")
     start = time.monotonic()
     done: list[Verdict] = []
     unsettled: dict[str, str] = {}

@@ -20,10 +20,11 @@ def pole_scan(
 
     p[c, k] = exp(log_radius[c, k] + i theta[c, k]); Z_k[t] = p_k Z_k[t-1] + u[t], Z before position 0 being
     `state`; y[t] = Re sum_k coef_k Z_k[t]. Without a state, y is u convolved with
-    h[n] = Re sum_k coef_k p_k^n. y[t] depends on u[..t] alone: to the last bit with ``scan`` and ``triton``;
-    ``eager``, an FFT, spreads an error of some 1e-7 of the largest value (float32) over all positions of a
-    row and channel, and so it does a NaN or an infinity. A sequence may be fed in pieces, each with the state
-    that the one before returned; T = 1 is a decoding step, of cost O(B C K).
+    h[n] = Re sum_k coef_k p_k^n. y[t] depends on u[..t] alone. That holds to the last bit with ``triton``,
+    and for finite u with ``scan`` and ``compiled``, which spread a NaN or an infinity back to the start of
+    its 64 positions. ``eager``, an FFT, spreads an error of some 1e-7 of the largest value (float32) over all
+    positions of a row and channel, and so it does a NaN or an infinity. A sequence may be fed in pieces, each
+    with the state that the one before returned; T = 1 is a decoding step, of cost O(B C K).
 
     Computed in float32 (float64 if an argument other than `state` has that precision) and rounded once.
 
