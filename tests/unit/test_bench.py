@@ -479,10 +479,26 @@ def test_selection_suite_writes_its_file(
         assert [row["regret"] for row in times if row["chosen"]] == [1.0, 1.0]
         assert file.summary["eager"]["cells"] == 2
         assert file.summary["tune_s"] == 21.0
-    before = out.read_bytes()
-    regret.run_selection([rms_norm], "cpu", out, text=ONE, budget_s=0.05, resume=True)
-    assert results.read(out).rows == msgspec.json.decode(before, type=File).rows, "all of it was known"
     assert "[256,1000]" in worker.held[0]  # the contest is held at the bucket, times are the exact shape's
+
+
+def test_selection_resumed_measures_the_host_once(
+    worker: type[FakeWorker], rms_norm: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.answer = staticmethod(lambda op, case, regime: made(op, case, {"eager": 2.0}, "eager", regime))
+    cell = regret._tiny(rms_norm, "cpu")
+    taken = [regret._row(cell, name, 1, 1, measure="host", us=5.0) for name in rms_norm.by_name]
+    asked = []
+    monkeypatch.setattr(regret, "host_rows", lambda *_: asked.append(1) or taken)
+    monkeypatch.setattr(regret, "overhead_rows", lambda *_: [])
+    out = tmp_path / "selection.json"
+    for resume in (False, True):
+        regret.run_selection([rms_norm], "cpu", out, text=ONE, budget_s=0.05, tuning=False, resume=resume)
+    assert len(asked) == 1
+    taken[0].source_hash = "of old"
+    results.changed(out, results.environment("cpu"), lambda file: results.keep(file, taken))
+    regret.run_selection([rms_norm], "cpu", out, text=ONE, budget_s=0.05, tuning=False, resume=True)
+    assert len(asked) == 2
 
 
 def test_selection_reads_decisions_where_the_case_is_its_bucket(
