@@ -63,7 +63,7 @@ class FakeWorker:
         self.announce = announce
 
     def contest(
-        self, op: Op, case: Case, regimes: tuple[str, ...], budget_s: float, time_inaccurate: bool = False
+        self, op: Op, case: Case, regimes: tuple[str, ...], budget_s: float, for_the_record: bool = False
     ) -> list[Verdict]:
         type(self).held.append(key(op, case, regimes[0]))
         return [self.answer(op, case, regime) for regime in regimes]
@@ -212,7 +212,7 @@ def test_what_failed_after_timing_is_not_verified(rms_norm: Op) -> None:
     assert timing is not None
     for trial, verified in ((late, False), (unfit, True)):
         changed = msgspec.structs.replace(verdict, trials=(verdict.trials[0], trial))
-        row = results.rows_of_verdict(cell, changed, {})[1]
+        row = results.rows_of_verdict(cell, changed)[1]
         assert (row.verified, row.us, row.reason) == (verified, timing.us, trial.rejected)
 
 
@@ -392,7 +392,7 @@ def test_regret_is_against_the_best(rms_norm: Op, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(regret, "interleave", fixed)
     monkeypatch.setattr(regret, "timers_for", lambda case: {"eager": Untimed()})
     verdict = made(rms_norm, cell.case, {"eager": 2.0, "compiled": 1.0}, "compiled")
-    rows = regret.regret_rows(cell, results.rows_of_verdict(cell, verdict, {}), 1.0)
+    rows = regret.regret_rows(cell, results.rows_of_verdict(cell, verdict), 1.0)
     eager, compiled, triton = rows[:3]
     assert (compiled.us, compiled.chosen, compiled.regret, compiled.against_eager) == (12.5, True, 1.25, 1.25)
     assert (eager.us, eager.chosen, eager.regret, eager.against_eager) == (10.0, False, 1.0, 1.0)
@@ -539,7 +539,7 @@ def test_a_candidate_that_fails_at_the_exact_case_says_so(
             return lambda: 1e-6
 
     monkeypatch.setattr(regret, "timers_for", lambda case: {"eager": Fussy()})
-    eager, compiled = regret.regret_rows(cell, results.rows_of_verdict(cell, verdict, {}), 0.01)[:2]
+    eager, compiled = regret.regret_rows(cell, results.rows_of_verdict(cell, verdict), 0.01)[:2]
     assert (compiled.us, compiled.regret, compiled.reason) == (None, None, "RuntimeError: no such kernel")
     assert (eager.regret, eager.chosen) == (1.0, False)
 
@@ -673,7 +673,7 @@ def measured(rms_norm: Op, tmp_path: Path, *cells_us: dict[str, float]) -> Path:
         case = Case(rms_norm.cases()[number].args, "cpu", rms_norm.cases()[number].name)
         cell = Cell(exact(rms_norm), case, "both")
         verdict = made(cell.op, case, us, min(us, key=lambda name: us[name]), "graph")
-        rows += [msgspec.to_builtins(row) for row in results.rows_of_verdict(cell, verdict, {})]
+        rows += [msgspec.to_builtins(row) for row in results.rows_of_verdict(cell, verdict)]
     out = tmp_path / "results" / "h100" / "ops.json"
     results.write(out, File(environment(), rows))
     return tmp_path / "results"

@@ -1,5 +1,6 @@
 """The contest as a whole, by fake clocks: who wins in which regime, what is kept, and what ends it."""
 
+import importlib
 from collections.abc import Callable
 
 import msgspec
@@ -10,7 +11,7 @@ from bakeoff.errors import ContestError
 from bakeoff.select.contest import DeviceLost, contest, regimes_of
 from bakeoff.select.key import key
 from bakeoff.select.measure import HostTimer, Timer
-from bakeoff.select.op import Candidate, Op
+from bakeoff.select.op import Candidate, Case, Op
 from bakeoff.select.verdict import Trial, Verdict
 from tests.unit import zoo
 
@@ -98,7 +99,7 @@ def test_a_verdict_keeps_everything() -> None:
 
 def test_what_is_wrong_may_be_timed_for_the_record_and_never_wins() -> None:
     small, alien = zoo.WRONG["wrong_dw"][0], Candidate("alien", lambda *a: zoo.eager(*a).double())
-    (verdict,) = contest(zoo.op(small, alien), zoo.case(30, 48), budget_s=0.01, time_inaccurate=True)
+    (verdict,) = contest(zoo.op(small, alien), zoo.case(30, 48), budget_s=0.01, for_the_record=True)
     assert trial(verdict, "wrong_dw").timing is not None
     assert trial(verdict, "wrong_dw").rejected is not None
     assert trial(verdict, "alien").timing is None, "what it returns is another thing altogether"
@@ -228,3 +229,21 @@ def test_a_baseline_is_measured_and_never_chosen() -> None:
     (verdict,) = timed(against(1.0, baseline=True), "eager")
     assert verdict.winner == "eager"
     assert all(trial.timing and not trial.rejected for trial in verdict.trials)
+
+
+def test_who_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can't be weighed is left out, and nobody is weighed on the CPU."""
+    module = importlib.import_module("bakeoff.select.contest")
+    op, case, said = zoo.op(), zoo.case(4, 8), []
+    assert module._peaks(op, case, ["eager"], said.append) == {}
+    answers = {"eager": 512}
+
+    def peak(_op: object, _case: object, candidate: Candidate) -> int:
+        return answers[candidate.name]
+
+    monkeypatch.setattr(module, "_peak", peak)
+    monkeypatch.setattr(module, "_release", lambda _: None)
+    other = zoo.op(Candidate("other", load="no:where"))
+    on_gpu = Case(case.args, "cuda")
+    assert module._peaks(other, on_gpu, ["eager", "other"], said.append) == {"eager": 512}
+    assert said == ["eager: weigh", "other: weigh"]

@@ -4,18 +4,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 
 from bakeoff.bench import results
 from bakeoff.bench.results import File, Row, cell_of, keep, open_file
 from bakeoff.bench.suites import Cell, cells
 from bakeoff.errors import ContestError
-from bakeoff.select import Candidate, Op, Verdict
+from bakeoff.select import Op, Verdict
 from bakeoff.select.contest import regimes_of
-from bakeoff.select.measure import input_sets, work
 from bakeoff.select.worker import Worker
 
-__all__ = ["Hear", "known", "peak_bytes", "run_ops"]
+__all__ = ["Hear", "known", "run_ops"]
 
 Hear = Callable[[Cell, list[Verdict], str], None]
 """Hears of every cell: its verdicts, or why there are none."""
@@ -52,10 +50,11 @@ def run_ops(
                     continue
                 reason, verdicts = "", list[Verdict]()
                 try:
-                    verdicts = worker.contest(cell.op, cell.case, wanted, budget_s, time_inaccurate=True)
+                    verdicts = worker.contest(cell.op, cell.case, wanted, budget_s, for_the_record=True)
+                    rows = [row for verdict in verdicts for row in results.rows_of_verdict(cell, verdict)]
                 except ContestError as error:
                     reason = str(error)
-                rows = _rows(cell, verdicts, wanted, reason)
+                    rows = [results.failed_row(cell, regime, reason) for regime in wanted]
                 file = results.changed(out, env, lambda held: keep(held, rows))  # noqa: B023
                 hear(cell, verdicts, reason)
     return file
@@ -72,32 +71,3 @@ def known(file: File, cell: Cell, regimes: Sequence[str]) -> list[Row]:
             return []
         found += [msgspec.convert(row, Row) for row in rows]
     return found
-
-
-def peak_bytes(cell: Cell, candidate: Candidate) -> int | None:
-    """Device memory one call adds at its peak, outputs and gradients included; None on the CPU, and where it
-    doesn't fit beside the caching allocator's other blocks."""
-    device = cell.case.device
-    if not device.startswith("cuda"):
-        return None
-    try:
-        (call,) = work(cell.op, cell.case, candidate.call, input_sets(cell.op, cell.case, 0))
-        call()
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    except torch.cuda.OutOfMemoryError:
-        return None
-    finally:
-        torch.cuda.empty_cache()
-
-
-def _rows(cell: Cell, verdicts: Sequence[Verdict], regimes: Sequence[str], reason: str) -> list[Row]:
-    if reason:
-        return [results.failed_row(cell, regime, reason) for regime in regimes]
-    timed = {trial.candidate for verdict in verdicts for trial in verdict.trials if trial.timing}
-    peaks = {name: peak_bytes(cell, cell.op.by_name[name]) for name in sorted(timed)}
-    return [row for verdict in verdicts for row in results.rows_of_verdict(cell, verdict, peaks)]

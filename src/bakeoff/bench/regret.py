@@ -123,7 +123,7 @@ def _decided(
     rows = known(contests, cell, regimes) if own else []
     if not rows:
         verdicts = worker.contest(op, op.bucket(cell.case), regimes, budget_s)
-        rows = [row for verdict in verdicts for row in results.rows_of_verdict(cell, verdict, {})]
+        rows = [row for verdict in verdicts for row in results.rows_of_verdict(cell, verdict)]
     return rows
 
 

@@ -150,7 +150,7 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def rows_of_verdict(cell: Cell, verdict: Verdict, peaks: dict[str, int | None]) -> list[Row]:
+def rows_of_verdict(cell: Cell, verdict: Verdict) -> list[Row]:
     """A row per candidate of a contest held on this device."""
     limit = hardware.limit_us(verdict.cost.bytes, verdict.cost.flops, cell.case.device)
     eager = next(
@@ -175,7 +175,7 @@ def rows_of_verdict(cell: Cell, verdict: Verdict, peaks: dict[str, int | None]) 
                 chosen=trial.candidate == verdict.winner,
                 reason=trial.rejected or (verdict.why if trial.candidate == verdict.winner else ""),
                 source_hash=trial.source_hash,
-                peak_bytes=peaks.get(trial.candidate),
+                peak_bytes=trial.peak_bytes,
                 key=verdict.key,
                 date=verdict.date,
                 commit=commit(),

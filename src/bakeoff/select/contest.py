@@ -54,16 +54,16 @@ def contest(
     timers: Mapping[str, Timer] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     skip: Mapping[str, str] | None = None,
-    time_inaccurate: bool = False,
+    for_the_record: bool = False,
     announce: Announce = lambda stage: None,
 ) -> list[Verdict]:
     """Hold a contest at the case's representative and return one verdict per regime; candidates are verified
     at the case as it is, too.
 
     `budget_s` bounds the time spent measuring (verification comes on top); `skip` names candidates already
-    known to be out, with the reason; with `time_inaccurate` candidates that are out for their error alone
-    are timed for the record and can't win; `announce` hears each stage as it begins (``candidate: stage``),
-    and the candidate's bare name before each sample.
+    known to be out, with the reason; `for_the_record`, candidates that are out for their error alone are
+    timed, too, without a chance to win, and on a GPU every candidate that is timed is weighed; `announce`
+    hears each stage as it begins (``candidate: stage``), and the candidate's bare name before each sample.
     """
     op.check(case)
     called, case = case, op.bucket(case)
@@ -71,7 +71,7 @@ def contest(
     timers = timers or timers_for(case)
     try:
         stick, passed, rejected, inaccurate = _qualify(op, case, called, dict(skip or {}), announce)
-        timed = {*passed, *(inaccurate if time_inaccurate else ())}
+        timed = {*passed, *(inaccurate if for_the_record else ())}
         _release(case)
         sets = input_sets(op, case, 3 * hardware.l2_bytes(case.device))
     except torch.cuda.OutOfMemoryError as error:
@@ -83,14 +83,15 @@ def contest(
         share = budget_s / len(regimes)
         measured[regime] = _measure(op, case, regime, timed, sets, timers[regime], share, clock, announce)
     warning = hardware.disturbance(case.device, before)
+    del sets
     rejected |= _recheck(op, stick, passed)
-    verdicts = [
-        _verdict(op, case, regime, passed, timings, {**rejected, **out}, warning)
+    del stick
+    _release(case)
+    peaks = _peaks(op, case, sorted(timed), announce) if for_the_record else {}
+    return [
+        _verdict(op, case, regime, passed, timings, {**rejected, **out}, peaks, warning)
         for regime, (timings, out) in measured.items()
     ]
-    del sets
-    _release(case)
-    return verdicts
 
 
 def _qualify(
@@ -146,6 +147,32 @@ def _recheck(op: Op, stick: Yardstick, passed: Mapping[str, Any]) -> dict[str, s
         except Exception as error:
             wrong[name] = f"after {name} had been timed: {_reason(op.by_name[name], error)}"
     return wrong
+
+
+def _peaks(op: Op, case: Case, names: Sequence[str], announce: Announce) -> dict[str, int]:
+    """`_peak` of each candidate; nothing on the CPU, and for what doesn't fit beside the caching allocator's
+    other blocks."""
+    found = {}
+    for name in names if case.device.startswith("cuda") else ():
+        announce(f"{name}: weigh")
+        try:
+            found[name] = _peak(op, case, op.by_name[name])
+        except Exception as error:
+            _reason(op.by_name[name], error)  # raises if the device is lost; else it was timed, which counts
+        _release(case)
+    return found
+
+
+def _peak(op: Op, case: Case, candidate: Candidate) -> int:
+    """Device memory one call adds at its peak, outputs and gradients included."""
+    (call,) = work(op, case, candidate.call, input_sets(op, case, 0))
+    call()
+    torch.cuda.synchronize(case.device)
+    torch.cuda.reset_peak_memory_stats(case.device)
+    before = torch.cuda.memory_allocated(case.device)
+    call()
+    torch.cuda.synchronize(case.device)
+    return torch.cuda.max_memory_allocated(case.device) - before
 
 
 def _measure(
@@ -236,6 +263,7 @@ def _verdict(
     passed: Mapping[str, tuple[Errors, bool]],
     timings: Mapping[str, Timing],
     rejected: Mapping[str, str],
+    peaks: Mapping[str, int],
     warning: str,
 ) -> Verdict:
     trials = []
@@ -250,6 +278,7 @@ def _verdict(
                 errors,
                 deterministic,
                 rejected.get(candidate.name),
+                peaks.get(candidate.name),
             )
         )
     winner, why = decide([trial for trial in trials if not op.by_name[trial.candidate].baseline])

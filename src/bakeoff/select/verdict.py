@@ -23,6 +23,8 @@ class Trial(msgspec.Struct, frozen=True):
     errors: Errors | None = None
     deterministic: bool = True
     rejected: str | None = None
+    peak_bytes: int | None = None
+    """Device memory that one call adds at its peak, outputs and gradients included; benchmarks ask for it."""
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ class Request(msgspec.Struct):
     regimes: tuple[str, ...]
     budget_s: float
     skip: dict[str, str]
-    time_inaccurate: bool
+    for_the_record: bool
     deterministic: bool
     threads: int
     matmul_precision: str
@@ -84,7 +84,7 @@ class Worker:
         regimes: tuple[str, ...],
         budget_s: float,
         skip: Mapping[str, str] | None = None,
-        time_inaccurate: bool = False,
+        for_the_record: bool = False,
     ) -> list[Verdict]:
         """As `bakeoff.select.contest.contest`, whatever the candidates do to their process."""
         home = home_of(op)
@@ -92,7 +92,7 @@ class Worker:
             raise ContestError(f"{op.name} can't be imported by a worker process; set Op.home")
         out = dict(skip or {})
         while True:
-            self._send(Request(home, case, regimes, budget_s, out, time_inaccurate, *_numerics()))
+            self._send(Request(home, case, regimes, budget_s, out, for_the_record, *_numerics()))
             at_work, reason, verdicts = self._listen()
             if verdicts is not None:
                 return verdicts
@@ -259,7 +259,7 @@ def main(descriptor: int) -> None:
                     request.regimes,
                     budget_s=request.budget_s,
                     skip=request.skip,
-                    time_inaccurate=request.time_inaccurate,
+                    for_the_record=request.for_the_record,
                     announce=lambda stage: say(Answer(stage=stage)),
                 )
                 say(Answer(verdicts=verdicts))
