@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import torch
 
 import bakeoff
 from bakeoff import hardware
@@ -128,6 +129,8 @@ class File(msgspec.Struct):
 def environment(device: str) -> Env:
     """The environment of a run that starts now; measures the device's limits (about a second)."""
     facts, limits = hardware.facts(device), hardware.ceilings(device)
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()  # contests are held in another process, which needs the memory
     return Env(
         facts.device,
         facts.sms,
