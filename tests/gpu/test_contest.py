@@ -7,7 +7,7 @@ from bakeoff.select.contest import contest
 
 def test_every_timed_candidate_is_weighed() -> None:
     op = find_op("rms_norm")
-    forward, both = cells(op, "cuda", "1000x1000")
+    forward, both = cells(op, "cuda:0", "1000x1000")
     skip = {name: "not now" for name in op.by_name if name not in ("eager", "triton")}
     peaks = {}
     for cell in (forward, both):
