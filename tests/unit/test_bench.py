@@ -712,6 +712,22 @@ def test_readme_marks_stale_and_unmeasured(rms_norm: Op, tmp_path: Path) -> None
     assert f"- rms_norm {rms_norm.cases()[1].name}, both, graph: not enough GPU memory" in text
 
 
+def test_readme_counts_what_is_missing(rms_norm: Op, tmp_path: Path) -> None:
+    """On a GPU, whose cells have the grid's names; an op that is gone has no grid."""
+    folder = measured(rms_norm, tmp_path, {"eager": 20.0, "triton": 10.0})
+    path = folder / "h100" / "ops.json"
+    count = sum(2 * (1 + case.needs_grad) for case in rms_norm.cases())
+    assert f"Cells not measured yet: rms_norm {count - 1} of {count}." in readme.render(folder)
+    for changes in ({"regime": "eager"}, {"regime": "graph", "op": "gone"}):
+        file = results.read(path)
+        for row in file.rows:
+            row.update(changes)
+        results.write(path, file)
+        assert "not measured yet" not in readme.render(folder)
+    assert "Stale, measured with another source: gone compiled" in readme.render(folder)
+    assert "10.0" in page.render("gone", folder)
+
+
 def test_readme_selection_part(tmp_path: Path) -> None:
     part = {"cells": 9, "geomean_regret": 1.0123, "worst_regret": 1.05, "worst_cell": "rotary small both",
             "worst_against_eager": 1.0, "worst_against_eager_cell": "rotary odd both"}  # fmt: skip

@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from bakeoff.bench import results
-from bakeoff.select import find_op
 
 __all__ = ["render", "rewritten"]
 
@@ -28,7 +27,8 @@ def rewritten(page: str, folder: Path) -> str:
 def render(op: str, folder: Path) -> str:
     """A table for each machine, direction and regime in which `op` was measured, cases in their order."""
     tables = []
-    order = {case.name: place for place, case in enumerate(find_op(op).cases())}
+    cases_now = results.declared()[op].cases() if op in results.declared() else []
+    order = {case.name: place for place, case in enumerate(cases_now)}
     for path in sorted(folder.glob("*/ops.json")):
         file = results.read(path)
         groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(

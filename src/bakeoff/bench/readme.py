@@ -14,7 +14,6 @@ import click
 
 from bakeoff.bench import results
 from bakeoff.bench.results import File, cell_of
-from bakeoff.select import find_op
 
 __all__ = ["render", "replaced"]
 
@@ -93,12 +92,15 @@ def _machine(file: File, name: str) -> str:
 
 
 def _missing(measured: set[tuple[str, str, str, str]]) -> list[str]:
-    """A paragraph that counts, per op, the cells of its grid that nobody has measured."""
+    """A paragraph that counts, per op, the cells of its grid that nobody has measured; on a GPU, where they
+    have the grid's names."""
+    if all(regime != "graph" for _, _, regime, _ in measured):
+        return []
     texts = []
-    for op in sorted({op for op, *_ in measured}):
+    for op in sorted({op for op, *_ in measured} & set(results.declared())):
         asked = {
             (op, case.name, regime, direction)
-            for case in find_op(op).cases()
+            for case in results.declared()[op].cases()
             for regime in ("eager", "graph")
             for direction in (["forward", "both"] if case.needs_grad else ["forward"])
         }

@@ -82,7 +82,7 @@ def run_selection(
                 rows, reason = _settled(cell, contests, worker, budget_s)
                 file = _stored(out, env, rows)
                 hear(rows, reason)
-            if resume and _knows_host(file, op):
+            if resume and _knows_host(file, op, device):
                 continue
             announce(f"{op.name}: host time and overhead of a call")
             rows = [*host_rows(op, device, budget_s), *overhead_rows(op, device)]
@@ -94,9 +94,10 @@ def run_selection(
     return file
 
 
-def _knows_host(file: File, op: Op) -> bool:
+def _knows_host(file: File, op: Op, device: str) -> bool:
     """Whether `file` holds the host's times of this op with today's sources."""
-    held = [row for row in file.rows if row.get("op") == op.name and row.get("measure") == "host"]
+    case = f"host: {_tiny(op, device).case.name}"
+    held = [row for row in file.rows if (row.get("op"), row.get("case")) == (op.name, case)]
     return {row["candidate"] for row in held} == set(op.by_name) and all(map(results.current, held))
 
 

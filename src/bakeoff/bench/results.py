@@ -38,6 +38,7 @@ __all__ = [
     "changed",
     "commit",
     "current",
+    "declared",
     "environment",
     "failed_row",
     "keep",
@@ -294,7 +295,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def current(row: dict[str, Any]) -> bool:
     """Whether the candidate a row measured still has that source. A peer's hash holds the version installed
     where it was measured, which says nothing here."""
-    op = _declared().get(row["op"])
+    op = declared().get(row["op"])
     candidate = op.by_name.get(row["candidate"]) if op else None
     if candidate is None:
         return False
@@ -303,7 +304,7 @@ def current(row: dict[str, Any]) -> bool:
 
 def ours(row: dict[str, Any]) -> bool:
     """Whether the candidate a row measured runs kernels of this package."""
-    op = _declared().get(row["op"])
+    op = declared().get(row["op"])
     candidate = op.by_name.get(row["candidate"]) if op else None
     return candidate is not None and bool(candidate.launches)
 
@@ -341,14 +342,15 @@ def _text(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _declared() -> dict[str, Op]:
+def declared() -> dict[str, Op]:
+    """The ops of this package by name."""
     importlib.import_module("bakeoff.ops")
     return registry
 
 
 def _packages() -> dict[str, str]:
     found = {}
-    wanted = {package for op in _declared().values() for c in op.candidates for package in c.requires}
+    wanted = {package for op in declared().values() for c in op.candidates for package in c.requires}
     distributions = importlib.metadata.packages_distributions()
     for package in sorted(wanted - {"triton"}):
         if importlib.util.find_spec(package):

@@ -158,7 +158,7 @@ def _peaks(op: Op, case: Case, names: Sequence[str], announce: Announce) -> dict
         try:
             found[name] = _peak(op, case, op.by_name[name])
         except Exception as error:
-            _reason(op.by_name[name], error)  # raises if the device is lost; else it was timed, which counts
+            _reason(op.by_name[name], error)  # what breaks the device is out; else it was timed, which counts
         _release(case)
     return found
 
