@@ -1,6 +1,7 @@
 """Suite "ops": a contest for every cell of the ops' grids, all candidates and installed peers in one run."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -55,7 +56,7 @@ def run_ops(
                 except ContestError as error:
                     reason = str(error)
                     rows = [results.failed_row(cell, regime, reason) for regime in wanted]
-                file = results.changed(out, env, lambda held: keep(held, rows))  # noqa: B023
+                file = results.changed(out, env, partial(keep, rows=rows))
                 hear(cell, verdicts, reason)
     return file
 

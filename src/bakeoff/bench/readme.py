@@ -14,6 +14,8 @@ import click
 
 from bakeoff.bench import results
 from bakeoff.bench.results import File, cell_of
+from bakeoff.bench.suites import cells
+from bakeoff.select.contest import regimes_of
 
 __all__ = ["render", "replaced"]
 
@@ -45,7 +47,7 @@ def replaced(readme: str, text: str) -> str:
 
 def _machine(file: File, name: str) -> str:
     env = file.env
-    cells = _cells(file.rows)
+    found = _cells(file.rows)
     limits = f"copy {env.copy_gbps / 1000:.2f} TB/s, matmul {env.matmul_tflops:.3g} TFLOP/s"
     versions = f"torch {env.torch}, triton {env.triton}"
     headings = (
@@ -69,14 +71,14 @@ def _machine(file: File, name: str) -> str:
         *_header(*headings),
     ]
     groups: dict[tuple[str, str, str], list[Cell]] = defaultdict(list)
-    for (op, _, regime, direction), rows in cells.items():
+    for (op, _, regime, direction), rows in found.items():
         groups[op, direction, regime].append(rows)
     lost: list[str] = []
     for (op, direction, regime), members in sorted(groups.items()):
         line, losing = _group(op, direction, regime, members)
         lines.append(line)
         lost += losing
-    unmeasured = [rows[0] for rows in cells.values() if all(row["us"] is None for row in rows)]
+    unmeasured = [rows[0] for rows in found.values() if all(row["us"] is None for row in rows)]
     if lost:
         lines += [
             "",
@@ -88,24 +90,20 @@ def _machine(file: File, name: str) -> str:
         ]
     if unmeasured:
         lines += ["", "Not measured:", "", *(f"- {_name(row)}: {row['reason']}" for row in unmeasured)]
-    return "\n".join([*lines, *_missing(set(cells)), *_doubts(file)])
+    return "\n".join([*lines, *_missing("cpu" if env.cuda == "none" else "cuda", set(found)), *_doubts(file)])
 
 
-def _missing(measured: set[tuple[str, str, str, str]]) -> list[str]:
-    """A paragraph that counts, per op, the cells of its grid that nobody has measured; on a GPU, where they
-    have the grid's names."""
-    if all(regime != "graph" for _, _, regime, _ in measured):
-        return []
+def _missing(device: str, measured: set[tuple[str, str, str, str]]) -> list[str]:
+    """A paragraph that counts, per op, the cells of its grid on `device` that nobody has measured."""
     texts = []
-    for op in sorted({op for op, *_ in measured} & set(results.declared())):
+    for name in sorted({op for op, *_ in measured} & set(results.declared())):
         asked = {
-            (op, case.name, regime, direction)
-            for case in results.declared()[op].cases()
-            for regime in ("eager", "graph")
-            for direction in (["forward", "both"] if case.needs_grad else ["forward"])
+            (name, cell.case.name, regime, cell.direction)
+            for cell in cells(results.declared()[name], device)
+            for regime in regimes_of(cell.case)
         }
         if asked - measured:
-            texts.append(f"{op} {len(asked - measured)} of {len(asked)}")
+            texts.append(f"{name} {len(asked - measured)} of {len(asked)}")
     return ["", f"Cells not measured yet: {', '.join(texts)}."] if texts else []
 
 
@@ -234,11 +232,11 @@ def _count(number: int | None) -> str:
 
 
 def _cells(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str, str], Cell]:
-    cells: dict[tuple[str, str, str, str], Cell] = defaultdict(list)
+    found: dict[tuple[str, str, str, str], Cell] = defaultdict(list)
     for row in rows:
         if "op" in row:  # runs of whole models have none
-            cells[cell_of(row)].append(row)
-    return cells
+            found[cell_of(row)].append(row)
+    return found
 
 
 def _mark(row: dict[str, Any]) -> str:

@@ -95,7 +95,7 @@ def run_step(
             continue
         announce(f"{mode}: holding contests, then measuring")
         row = measured(config, torch.device(device), mode, steps, budget_s)
-        file = results.changed(out, env, lambda now: _put(now, config, row))  # noqa: B023
+        file = results.changed(out, env, functools.partial(_put, config=config, row=row))
         hear(row)
     return file
 

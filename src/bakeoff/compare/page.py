@@ -94,8 +94,8 @@ def _speed(document: Document) -> str:
         known = one and two and one.step_ms and two.step_ms
         ratio = f"{two.step_ms / one.step_ms:.2f}" if known else "-"  # type: ignore[operator, union-attr]
         peaks = [f"{row.peak_bytes / 2**20:,.0f}" if row and row.peak_bytes else "-" for row in (one, two)]
-        count = str((one or two).rows)  # type: ignore[union-attr]
-        lines.append((str(length), count, mode, *steps, ratio, *infer, *peaks))
+        count = next(row.rows for row in (one, two) if row)
+        lines.append((str(length), str(count), mode, *steps, ratio, *infer, *peaks))
     return _grid(heads, lines)
 
 

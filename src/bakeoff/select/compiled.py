@@ -49,12 +49,10 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
                 _twin(formula), fullgraph=True, dynamic=False if static else None
             )
         try:
-            if (
-                torch._C._len_torch_function_stack()
-            ):  # torch.set_default_device, which Dynamo can't always trace
-                with torch._C.DisableTorchFunction():
-                    return found(*args)
-            return found(*args)
+            if not torch._C._len_torch_function_stack():
+                return found(*args)
+            with torch._C.DisableTorchFunction():  # Dynamo can't always trace torch.set_default_device
+                return found(*args)
         except Exception as error:
             if type(error).__name__ != "FailOnRecompileLimitHit":
                 raise

@@ -1,0 +1,49 @@
+"""What tests of the benchmark share: a worker that answers at once, a machine, rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from bakeoff.bench.results import Env
+from bakeoff.select import Case, Op, Verdict
+from bakeoff.select.key import key
+from tests.unit.verdicts import DATE, made
+
+ONE = "256,1000]"  # names one case of rms_norm's grid on the CPU
+
+STEP = {"model": "LLMMed small", "mode": "eager", "batch": 48, "seq": 512, "params": 17_900_000,
+        "step_us": 41234.5, "tokens_per_s": 596000.4, "launches": 1203, "syncs": 0, "peak_bytes": 3 * 2**30,
+        "loss": 2.34567, "reason": "", "precision": "bf16"}  # fmt: skip
+
+
+class FakeWorker:
+    """Answers contests at once, from a function of (op, case, regime)."""
+
+    answer: Callable[[Op, Case, str], Verdict] = staticmethod(
+        lambda op, case, regime: made(op, case, {"eager": 2.0, "compiled": 1.0}, "compiled", regime)
+    )
+    held: list[str]
+
+    def __init__(self, announce: Callable[[str], None] = lambda stage: None) -> None:
+        self.announce = announce
+
+    def contest(
+        self, op: Op, case: Case, regimes: tuple[str, ...], budget_s: float, for_the_record: bool = False
+    ) -> list[Verdict]:
+        type(self).held.append(key(op, case, regimes[0]))
+        return [self.answer(op, case, regime) for regime in regimes]
+
+    def __enter__(self) -> "FakeWorker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to end."""
+
+
+def environment(**changes: Any) -> Env:
+    plain = Env(
+        "NVIDIA H100 80GB HBM3", 132, 85 * 10**9, "580.1", "2.11.0", "3.6.0", "13.0", "3.12.3", DATE, "abc",
+        3000.0, 700.0,
+    )  # fmt: skip
+    return msgspec.structs.replace(plain, **changes)

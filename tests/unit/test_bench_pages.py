@@ -1,0 +1,210 @@
+"""The README's table and the tables on pages, from results files."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from bakeoff.bench import (
+    contests,
+    page,
+    readme,
+    results,
+)
+from bakeoff.bench.exact import exact
+from bakeoff.bench.results import File
+from bakeoff.bench.suites import Cell, cells
+from bakeoff.select import Case, Op
+from tests.unit.benches import ONE, STEP, FakeWorker, environment
+from tests.unit.verdicts import made
+
+ROOT = Path(__file__).parents[2]
+
+
+def measured(rms_norm: Op, tmp_path: Path, *cells_us: dict[str, float]) -> Path:
+    """A results folder whose contests in the graph regime took these times."""
+    rows = []
+    for number, us in enumerate(cells_us):
+        case = Case(rms_norm.cases()[number].args, "cpu", rms_norm.cases()[number].name)
+        cell = Cell(exact(rms_norm), case, "both")
+        verdict = made(cell.op, case, us, min(us, key=lambda name: us[name]), "graph")
+        rows += [msgspec.to_builtins(row) for row in results.rows_of_verdict(cell, verdict)]
+    out = tmp_path / "results" / "h100" / "ops.json"
+    results.write(out, File(environment(), rows))
+    return tmp_path / "results"
+
+
+def test_readme_table_shows_worst_and_lost_cells(rms_norm: Op, tmp_path: Path) -> None:
+    folder = measured(
+        rms_norm,
+        tmp_path,
+        {"eager": 20.0, "compiled": 12.0, "triton": 10.0},
+        {"eager": 20.0, "compiled": 10.0, "triton": 12.5, "liger": 15.0},
+        {"eager": 20.0, "compiled": 18.0, "triton": 9.0},
+    )
+    text = readme.render(folder)
+    name = rms_norm.cases()[1].name
+    assert "**NVIDIA H100 80GB HBM3**, torch 2.11.0, triton 3.6.0, 2026-01-02" in text
+    assert "copy 3.00 TB/s" in text
+    assert "`bakeoff bench`" in text
+    start = "| rms_norm | forward + backward | graph | 3 | 0.50, 0.50 | 1.00, 1.00 | 0.83, 1.25 | "
+    assert f"{start}{name}: 12.5 us, compiled 10.0 us | 1 of 3 |" in text
+    assert f"- rms_norm {name}, both, graph: 12.5 us, compiled 10.0 us (1.25)" in text
+    assert "Stale" not in text
+
+
+def test_readme_marks_stale_and_unmeasured(rms_norm: Op, tmp_path: Path) -> None:
+    folder = measured(rms_norm, tmp_path, {"eager": 20.0, "triton": 10.0}, {"eager": 20.0, "triton": 10.0})
+    path = folder / "h100" / "ops.json"
+    file = results.read(path)
+    file.rows[2]["source_hash"] = "000000000000"  # triton's
+    file.rows[4]["source_hash"] = "000000000000"  # quack's: another version was installed there
+    for row in file.rows[6:]:
+        row.update(us=None, chosen=False, reason="not enough GPU memory")
+    results.write(path, file)
+    text = readme.render(folder)
+    assert "Stale, measured with another source: rms_norm triton (1 of 2 rows)." in text
+    assert f"- rms_norm {rms_norm.cases()[1].name}, both, graph: not enough GPU memory" in text
+
+
+def test_readme_counts_what_is_missing(rms_norm: Op, tmp_path: Path) -> None:
+    folder = measured(rms_norm, tmp_path, {"eager": 20.0, "triton": 10.0})
+    path = folder / "h100" / "ops.json"
+    count = sum(2 * (1 + case.needs_grad) for case in rms_norm.cases())
+    assert f"Cells not measured yet: rms_norm {count - 1} of {count}." in readme.render(folder)
+    file = results.read(path)
+    for row in file.rows:
+        row["op"] = "gone"
+    results.write(path, file)
+    text = readme.render(folder)
+    assert "not measured yet" not in text, "an op that is gone has no grid"
+    assert "Stale, measured with another source: gone compiled" in text
+    assert "10.0" in page.render("gone", folder)
+
+
+def test_readme_counts_the_cpus_own_cells(worker: type[FakeWorker], rms_norm: Op, tmp_path: Path) -> None:
+    contests.run_ops([rms_norm], "cpu", tmp_path / "results" / "cpu" / "ops.json", text=ONE)
+    count = len(list(cells(rms_norm, "cpu")))
+    text = readme.render(tmp_path / "results")
+    assert f"Cells not measured yet: rms_norm {count - 2} of {count}." in text
+
+
+def test_readme_selection_part(tmp_path: Path) -> None:
+    part = {"cells": 9, "geomean_regret": 1.0123, "worst_regret": 1.05, "worst_cell": "rotary small both",
+            "worst_against_eager": 1.0, "worst_against_eager_cell": "rotary odd both"}  # fmt: skip
+    summary = {
+        "graph": part,
+        "overhead_us": {"rotary": 1.234},
+        "tune_s": 21.04,
+        "cached_start_s": 0.151,
+        "load_s": 0.52,
+    }
+    results.write(tmp_path / "results" / "h100" / "selection.json", File(environment(), [], summary=summary))
+    text = readme.render(tmp_path / "results")
+    for piece in (
+        "over 9 cells",
+        "1.012 times",
+        "1.05 at worst (rotary small both)",
+        "rotary 1.23 us",
+        "21.0 s",
+        "0.15 s",
+    ):
+        assert piece in text
+
+
+def test_readme_step_part(tmp_path: Path) -> None:
+    rows = [STEP, {**STEP, "mode": "captured", "launches": None, "peak_bytes": None, "reason": "it waits"}]
+    results.write(tmp_path / "results" / "h100" / "step.json", File(environment(), rows))
+    text = readme.render(tmp_path / "results")
+    assert "steps on NVIDIA H100 80GB HBM3, torch 2.11.0, 2026-01-02" in text
+    assert "`bakeoff bench --suite step` wrote [results/h100/step.json](results/h100/step.json)" in text
+    start = "| LLMMed small, 17.9M, 48 x 512, bf16 |"
+    assert f"{start} eager | 41,234 | 596,000 | 1,203 | 0 | 3,072 | 2.3457 |" in text
+    assert f"{start} captured (not captured) | 41,234 | 596,000 | - | 0 | - | 2.3457 |" in text
+
+
+def test_readme_several_gpus_part(tmp_path: Path) -> None:
+    size = {"model": "tiny", "params": 1.25e6, "batch": 4, "seq": 64, "precision": "bf16"}
+    row = {**size, "ranks": 1, "mode": "ddp", "step_us": 5000.4, "tokens_per_s": 1e6}
+    rows = [row, {**row, "ranks": 2, "mode": "fsdp", "largest_difference_from_one_gpu": 3.21e-5}]
+    results.write(tmp_path / "results" / "h200x2" / "train.json", File(environment(), rows))
+    text = readme.render(tmp_path / "results")
+    assert "[results/h200x2/train.json](results/h200x2/train.json)" in text
+    assert "| tiny, 1.2M, 4 x 64, bf16 | 1 | ddp | 5,000 | 1,000,000 | - |" in text
+    assert "| 2 | fsdp | 5,000 | 1,000,000 | 3.2e-05 |" in text
+
+
+def test_readme_command(rms_norm: Op, tmp_path: Path) -> None:
+    folder = measured(rms_norm, tmp_path, {"eager": 20.0, "triton": 10.0})
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    words = ["--readme", str(page), "--results", str(folder)]
+    assert CliRunner().invoke(readme.main, [*words, "--check"]).exit_code == 1
+    assert "old" in page.read_text()
+    ours = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([sys.executable, "-m", "bakeoff.bench.readme", *words], check=True, env=ours)
+    assert "Stale" not in page.read_text()
+    assert CliRunner().invoke(readme.main, [*words, "--check"]).exit_code == 0
+    assert page.read_text().startswith(f"before\n{readme.BEGIN}\n**NVIDIA H100")
+    assert page.read_text().endswith(f"{readme.END}\nafter\n")
+    with pytest.raises(ValueError, match="the README needs the lines"):
+        readme.replaced("no markers", "text")
+
+
+def test_readme_is_up_to_date() -> None:
+    page = (ROOT / "README.md").read_text()
+    assert readme.replaced(page, readme.render(ROOT / "results")) == page, (
+        "run python -m bakeoff.bench.readme"
+    )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_pages_are_up_to_date(path: Path) -> None:
+    text = path.read_text()
+    assert page.rewritten(text, ROOT / "results") == text, (
+        f"run python -m bakeoff.bench.page docs/{path.name}"
+    )
+
+
+def test_a_page_shows_what_was_chosen_and_what_was_out(rms_norm: Op, tmp_path: Path) -> None:
+    def row(case: str, candidate: str, us: float | None, **more: Any) -> dict[str, Any]:
+        place = {"op": "rms_norm", "case": case, "dtype": "bfloat16", "direction": "both", "regime": "graph"}
+        figures = {
+            "us": us,
+            "share": 0.5,
+            "error": 0.0025,
+            "eager_error": 0.00166,
+            "bytes": 1,
+            "flops": 1,
+            "chosen": False,
+        }
+        source = rms_norm.by_name[candidate].source_hash
+        return {**place, **figures, "candidate": candidate, "verified": True, "source_hash": source, **more}
+
+    rows = [
+        row("a", "eager", 1234.4),
+        row("a", "triton", 99.96, chosen=True),
+        row("a", "liger", 80.0, verified=False),
+        row("a", "fla", None),
+        row("b", "eager", 7.0, source_hash="of old"),
+        row("a", "eager", 5.0, op="rotary"),
+        # Measured last, but the first of the op's cases, in the direction and regime that come first.
+        row("8192x4096 bf16", "eager", 2.0, direction="forward"),
+        row("8192x1024 bf16", "eager", 1.0, direction="forward"),
+        row("8192x1024 bf16", "eager", 3.0),
+    ]
+    file = results.read(ROOT / "results/h100/ops.json")
+    results.write(tmp_path / "results/h100/ops.json", results.File(file.env, rows))
+    text = page.rewritten("x\n<!-- op: rms_norm -->\nold\n<!-- end -->\ny\n", tmp_path / "results")
+    assert "| a | 1,234 | **100.0** | ~~80.0~~ | 50% | 2.5e-03, 1.7e-03 |" in text
+    assert "| b (stale) | 7.0 | - | - | - | - |" in text
+    assert "old" not in text
+    assert "| 5.0 |" not in text
+    first = [line.split(" |")[0] for line in text.splitlines() if line.startswith(("| 8192", "| a "))]
+    assert first == ["| 8192x1024 bf16", "| 8192x4096 bf16", "| 8192x1024 bf16", "| a"]
+    assert page.rewritten(text, tmp_path / "results") == text
