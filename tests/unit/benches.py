@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import pytest
 
+from bakeoff.bench import contests, published, regret
 from bakeoff.bench.results import Env
-from bakeoff.select import Case, Op, Verdict
+from bakeoff.select import Case, Op, Verdict, find_op
 from bakeoff.select.key import key
 from tests.unit.verdicts import DATE, made
 
@@ -47,3 +49,20 @@ def environment(**changes: Any) -> Env:
         3000.0, 700.0,
     )  # fmt: skip
     return msgspec.structs.replace(plain, **changes)
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
+    class Mine(FakeWorker):
+        pass
+
+    Mine.held = []
+
+    for module in (contests, published, regret):
+        monkeypatch.setattr(module, "Worker", Mine)
+    return Mine
+
+
+@pytest.fixture
+def rms_norm() -> Op:
+    return find_op("rms_norm")

@@ -27,6 +27,8 @@ from bakeoff.select.key import key, layout
 from bakeoff.select.op import resolve
 from bakeoff.select.render import selection_table
 from tests.unit.benches import ONE, STEP, FakeWorker, environment
+from tests.unit.benches import rms_norm as rms_norm
+from tests.unit.benches import worker as worker
 from tests.unit.verdicts import made
 
 NAMES = ("rms_norm", "rotary")

@@ -21,6 +21,8 @@ from bakeoff.bench.results import File
 from bakeoff.bench.suites import Cell, cells
 from bakeoff.select import Case, Op
 from tests.unit.benches import ONE, STEP, FakeWorker, environment
+from tests.unit.benches import rms_norm as rms_norm
+from tests.unit.benches import worker as worker
 from tests.unit.verdicts import made
 
 ROOT = Path(__file__).parents[2]

@@ -21,6 +21,8 @@ from bakeoff.select import Case, Op, TensorMeta, registry
 from bakeoff.select.key import key
 from bakeoff.select.measure import Timing
 from tests.unit.benches import ONE, FakeWorker
+from tests.unit.benches import rms_norm as rms_norm
+from tests.unit.benches import worker as worker
 from tests.unit.verdicts import made
 
 
