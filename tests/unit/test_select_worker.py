@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -156,6 +157,39 @@ SCRIPT = """
     with worker:
         worker.contest(zoo.WAITING, zoo.case(), ("eager",), 0.01)
 """
+
+
+class Disturbed(subprocess.Popen[bytes]):
+    """A process whose start is followed at once by a signal to its parent."""
+
+    number = signal.SIGINT
+    started: ClassVar[list[int]] = []
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.started.append(self.pid)
+        signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_worker_starts_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Disturbed, "number", number)
+    monkeypatch.setattr(Disturbed, "started", [])
+    monkeypatch.setattr(subprocess, "Popen", Disturbed)
+    before = signal.signal(number, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt), Worker() as worker:
+            worker.start()
+        assert signal.getsignal(number) is stop, "the program's own handler is back"
+    finally:
+        signal.signal(number, before)
+    assert len(Disturbed.started) == 1
+    assert not alive(Disturbed.started[0])
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])

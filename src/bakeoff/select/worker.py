@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -173,15 +173,16 @@ class Worker:
         reader, writer = os.pipe()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         environment.pop("BAKEOFF_POLICY", None)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "bakeoff.select.worker", str(writer)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=(writer,),
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the parent, which then ends the worker
-        )
+        with _signals_later():
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "bakeoff.select.worker", str(writer)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=(writer,),
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the parent, which then ends the worker
+            )
         os.close(writer)
         self.answers = queue.Queue()
         self.complaints = b""
@@ -203,6 +204,22 @@ class Worker:
         with errors:
             while piece := errors.read1(4096):
                 self.complaints = (self.complaints + piece)[-4096:]
+
+
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """Hold back signals whose handlers may raise: a process that has begun must have got its name."""
+    before: dict[int, Any] = {}
+    held: list[tuple[int, Any]] = []
+    with contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(lambda: [before[number](number, frame) for number, frame in held])
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(handler := signal.getsignal(number)):
+                    before[number] = handler
+                    at_the_end.callback(signal.signal, number, handler)
+                    signal.signal(number, lambda *came: held.append(came))
+        yield
 
 
 def _numerics() -> tuple[bool, int, str]:
