@@ -8,7 +8,8 @@ import torch
 
 from bakeoff import models
 from bakeoff.models import llm_med
-from bakeoff.models.llm_med import SIZES, Cache, Config, LLMMed, sample
+from bakeoff.models.generation import sample
+from bakeoff.models.llm_med import SIZES, Cache, Config, LLMMed
 from bakeoff.ops.rotary import rotary
 
 SMALL = {"d_model": 32, "layers": 2, "heads": 4, "max_seq_len": 24}

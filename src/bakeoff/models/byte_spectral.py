@@ -13,18 +13,16 @@ Shapes: B batch, T time, D d_model, K poles a channel, L taps.
 """
 
 import math
-from collections.abc import Iterator
-from typing import Literal, Unpack, get_args
+from typing import Literal, get_args
 
 import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bakeoff.models import llm_med
-from bakeoff.models.checks import check_fields, check_ids, check_kind, check_sampling, check_symbols
-from bakeoff.models.llm_med import MLP, Sampling, attend, sample
-from bakeoff.nn import HasRotaryTables, RMSNorm
+from bakeoff.models.checks import check_fields, check_ids, check_kind, check_symbols
+from bakeoff.models.generation import Generates
+from bakeoff.nn import MLP, HasRotaryTables, KeyValues, RMSNorm, attend
 from bakeoff.nn.filters import MinimumPhase, Past, Poles, Taps, WholeRow
 from bakeoff.ops import byte_spectral, long_conv
 
@@ -150,8 +148,7 @@ class Cache:
         self.length = 0
         self.bytes: Tensor | None = None
         self.past = Past()
-        attention = llm_med.Config(d_model=2, heads=1, layers=config.layers, max_seq_len=config.max_seq_len)
-        self.attention = llm_med.Cache(attention)
+        self.attention = KeyValues(config.layers, config.max_seq_len)
 
 
 def _filter(config: Config) -> Poles | Taps | WholeRow:
@@ -201,7 +198,7 @@ class Block(nn.Module):
         self.mixer_norm = RMSNorm(config.d_model, config.norm_eps)
         self.mixer = Mixer(config, layer)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config)  # type: ignore[arg-type]
+        self.mlp = MLP(config.d_model, config.ff_dim)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cache: Cache | None
@@ -235,7 +232,7 @@ class Spectrum(nn.Module):
         return byte_spectral(ids, self.table, self.window, self.omega, weight=self.weight, bias=self.bias)
 
 
-class ByteSpectralLM(HasRotaryTables):
+class ByteSpectralLM(Generates, HasRotaryTables):
     """A causal language model over bytes, or with ``bidirectional=True`` an encoder that classifies rows.
 
     >>> model = ByteSpectralLM(Config.sizes("tiny"))
@@ -367,58 +364,11 @@ class ByteSpectralLM(HasRotaryTables):
         mixing = 6 * attending * length + (config.layers - attending) * fft
         return 6 * products + config.d_model * mixing
 
-    def generate(self, prompt: Tensor, max_new: int, **sampling: Unpack[Sampling]) -> Tensor:
-        """prompt [B, T] continued by `max_new` sampled bytes: [B, T + max_new], int64.
+    def make_cache(self) -> Cache:
+        """An empty cache for `decode`."""
+        return Cache(self.config)
 
-        Keywords and errors are those of `stream`.
-        """
-        new = [symbols[:, None] for symbols in self.stream(prompt, max_new, **sampling)]
-        return torch.cat([prompt.long(), *new], dim=1)
-
-    def stream(
-        self,
-        prompt: Tensor,
-        max_new: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Iterator[Tensor]:
-        """Yields `max_new` times the next byte of every row, [B] int64.
-
-        Keywords and errors are those of `LLMMed.stream`. A model with attention rebuilds its cache from the
-        last half of the window when it is full; others go on without end.
-        """
+    def context(self) -> int | None:
+        """How many positions `decode` sees at most; without attention there is no limit."""
         self._check_causal()
-        check_ids("prompt", prompt)
-        check_sampling(max_new, temperature, top_k, top_p)
-        if seed is not None:
-            if generator is not None:
-                raise ValueError("give seed or generator, not both")
-            generator = torch.Generator(prompt.device).manual_seed(seed)
-        return self._stream(prompt.long(), max_new, temperature, top_k, top_p, generator)
-
-    def _stream(
-        self,
-        seen: Tensor,
-        max_new: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        generator: torch.Generator | None,
-    ) -> Iterator[Tensor]:
-        limit = self.config.max_seq_len if self.config.attention_every else 2**62
-        seen = seen[:, -limit:]
-        fresh, cache = seen, Cache(self.config)
-        for _ in range(max_new):
-            if cache.length + fresh.shape[1] > limit:
-                fresh, cache = seen[:, -max(1, limit // 2) :], Cache(self.config)
-            with torch.no_grad():  # not around the yield, where it would switch the caller's gradients off
-                logits = self.decode(fresh, cache)[:, -1]
-                new = sample(logits, temperature, top_k, top_p, generator)
-            fresh = new[:, None]
-            if limit < 2**62:  # what a full cache is rebuilt from
-                seen = torch.cat([seen, fresh], dim=1)[:, -limit:]
-            yield new
+        return self.config.max_seq_len if self.config.attention_every else None

@@ -9,20 +9,18 @@ Shapes: B batch, T time, D d_model, H heads, K kv_heads, E = D / H, V vocab.
 """
 
 import math
-from collections.abc import Iterator
-from typing import Literal, TypedDict, Unpack
+from typing import Literal
 
 import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bakeoff.models.checks import check_fields, check_ids, check_kind, check_sampling
-from bakeoff.nn import HasRotaryTables, RMSNorm
-from bakeoff.ops.rotary import rotary
-from bakeoff.ops.swiglu import swiglu
+from bakeoff.models.checks import check_fields, check_ids, check_kind
+from bakeoff.models.generation import Generates
+from bakeoff.nn import MLP, HasRotaryTables, KeyValues, RMSNorm, attend
 
-__all__ = ["SIZES", "Cache", "Config", "LLMMed", "sample"]
+__all__ = ["SIZES", "Cache", "Config", "LLMMed"]
 
 Size = Literal["tiny", "small", "base"]
 
@@ -31,9 +29,6 @@ SIZES: dict[str, dict[str, int]] = {
     "small": {"d_model": 384, "layers": 6, "heads": 8, "max_seq_len": 1024},
     "base": {"d_model": 768, "layers": 12, "heads": 12, "max_seq_len": 2048},
 }
-
-
-_COLDEST = 1e-30  # below, logits over the temperature overflow float32; sampling is greedy far above
 
 
 class Config(
@@ -100,37 +95,11 @@ class Config(
         return self.d_ff or 64 * math.ceil(self.d_model * 8 / 3 / 64)
 
 
-class Sampling(TypedDict, total=False):
-    """The keywords of `LLMMed.stream`."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int | None
-    generator: torch.Generator | None
-
-
-class Cache:
-    """Keys and values of the positions seen so far, per layer [B, K, max_seq_len, E], and their count."""
+class Cache(KeyValues):
+    """What decoding remembers of an `LLMMed` of this shape: keys and values."""
 
     def __init__(self, config: Config) -> None:
-        self.capacity = config.max_seq_len
-        self.length = 0
-        self.layers: list[tuple[Tensor, Tensor] | None] = [None] * config.layers
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v [B, K, T, E] behind `length`; returns all keys and values up to there.
-
-        `length` itself moves once per pass, after the last layer.
-        """
-        held = self.layers[layer]
-        if held is None:
-            shape = (k.shape[0], k.shape[1], self.capacity, k.shape[3])
-            held = self.layers[layer] = (k.new_empty(shape), v.new_empty(shape))
-        end = self.length + k.shape[2]
-        for kept, new in zip(held, (k, v), strict=True):
-            kept[:, :, self.length : end] = new
-        return held[0][:, :, :end], held[1][:, :, :end]
+        super().__init__(config.layers, config.max_seq_len)
 
 
 class Attention(nn.Module):
@@ -151,37 +120,6 @@ class Attention(nn.Module):
         return out
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None, layer: int
-) -> Tensor:
-    """Causal attention [B, T, H E] of q [B, T, H, E] to k, v [B, T, K, E] and to what `cache` holds of this
-    layer; cos, sin [T, E/2] of these positions."""
-    q, k = rotary(q, k, cos, sin)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    t = q.shape[2]
-    mask, prefix = None, cache.length if cache is not None else 0
-    if cache is not None:
-        k, v = cache.extend(layer, k, v)
-        if prefix and t > 1:  # rows behind a prefix see it and what precedes them
-            mask = torch.ones(t, prefix + t, dtype=torch.bool, device=q.device).tril(prefix)
-    shared = k.shape[1] != q.shape[1]
-    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not prefix, enable_gqa=shared)
-    return y.transpose(1, 2).flatten(2)
-
-
-class MLP(nn.Module):
-    """down(SiLU(gate(x)) * up(x)), gate and up in one projection. Source: Shazeer 2020."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.gate_up = nn.Linear(config.d_model, 2 * config.ff_dim, bias=False)
-        self.down = nn.Linear(config.ff_dim, config.d_model, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(swiglu(self.gate_up(x)))
-        return out
-
-
 class Block(nn.Module):
     """One layer. Takes and returns the stream as (branch, residual); their sum is the stream."""
 
@@ -191,7 +129,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
         self.attention = Attention(config, layer)
         self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.d_model, config.ff_dim)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cache: Cache | None
@@ -207,7 +145,7 @@ class Block(nn.Module):
         return x, residual
 
 
-class LLMMed(HasRotaryTables):
+class LLMMed(Generates, HasRotaryTables):
     """A causal language model over `config.vocab` symbols, bytes by default.
 
     >>> model = LLMMed(Config.sizes("tiny"))
@@ -308,88 +246,10 @@ class LLMMed(HasRotaryTables):
         products += self.embed.weight.numel() if self.head is None else 0
         return 6 * products + 6 * self.config.layers * self.config.d_model * length
 
-    def generate(self, prompt: Tensor, max_new: int, **sampling: Unpack[Sampling]) -> Tensor:
-        """prompt [B, T] continued by `max_new` sampled symbols: [B, T + max_new], int64.
+    def make_cache(self) -> Cache:
+        """An empty cache for `decode`."""
+        return Cache(self.config)
 
-        Keywords and errors are those of `stream`.
-        """
-        new = [symbols[:, None] for symbols in self.stream(prompt, max_new, **sampling)]
-        return torch.cat([prompt.long(), *new], dim=1)
-
-    def stream(
-        self,
-        prompt: Tensor,
-        max_new: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Iterator[Tensor]:
-        """Yields `max_new` times the next symbol of every row, [B] int64.
-
-        Args:
-            prompt: [B, T], T >= 1. Of a prompt longer than max_seq_len the end is used.
-            temperature: divides the logits; 0 takes the likeliest symbol.
-            top_k: only the k likeliest symbols; 0 means all.
-            top_p: only the likeliest symbols that together hold this probability.
-            seed: makes the draw repeatable; or give a `generator` of the model's device.
-
-        When the cache is full it is rebuilt from the last half of the window, so that text may grow past
-        max_seq_len. Raises TypeError or ValueError for a bad prompt or setting, before anything runs.
-        """
-        check_ids("prompt", prompt)
-        check_sampling(max_new, temperature, top_k, top_p)
-        if seed is not None:
-            if generator is not None:
-                raise ValueError("give seed or generator, not both")
-            generator = torch.Generator(prompt.device).manual_seed(seed)
-        return self._stream(prompt.long(), max_new, temperature, top_k, top_p, generator)
-
-    def _stream(
-        self,
-        seen: Tensor,
-        max_new: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        generator: torch.Generator | None,
-    ) -> Iterator[Tensor]:
-        limit = self.config.max_seq_len
-        seen = seen[:, -limit:]
-        fresh, cache = seen, Cache(self.config)
-        for _ in range(max_new):
-            if cache.length + fresh.shape[1] > limit:
-                fresh, cache = seen[:, -max(1, limit // 2) :], Cache(self.config)
-            with torch.no_grad():  # not around the yield, where it would switch the caller's gradients off
-                logits = self.decode(fresh, cache)[:, -1]
-                new = sample(logits, temperature, top_k, top_p, generator)
-            fresh = new[:, None]
-            seen = torch.cat([seen, fresh], dim=1)[:, -limit:]
-            yield new
-
-
-def sample(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """One symbol per row, [B] int64, drawn from softmax(logits [B, V] / temperature).
-
-    `top_k` keeps the k likeliest symbols, `top_p` then the fewest that hold that much probability (always
-    at least one; Holtzman et al. 2020). Temperature 0 takes the likeliest.
-    """
-    if temperature < _COLDEST:
-        return logits.argmax(dim=-1)
-    logits = logits.float() / temperature
-    if 0 < top_k < logits.shape[-1]:
-        least = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    if top_p < 1.0:
-        ordered, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
-        surplus = ordered.cumsum(dim=-1) - ordered >= top_p  # the mass before it already suffices
-        logits = logits.masked_fill(surplus.scatter(-1, order, surplus), -math.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+    def context(self) -> int:
+        """How many positions `decode` sees at most."""
+        return self.config.max_seq_len
