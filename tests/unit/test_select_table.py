@@ -132,9 +132,18 @@ def test_a_broken_shipped_table_is_ignored_and_stays_where_it_is(
 
 
 # ------------------------------------------------------------------------------- stamps and sources
-def test_other_versions_are_used_and_marked_stale_and_outlive_new_rows(store: Store) -> None:
-    store.add([row(rows=3), row(rows=4)], "cpu")
-    edit(store.path("cpu"), lambda t: t["facts"].update(triton="3.0.0"))
+def under(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Be another environment on this machine."""
+    facts = msgspec.structs.replace(hardware.facts("cpu"), **versions)
+    monkeypatch.setattr(hardware, "facts", lambda device="cuda": facts)
+
+
+def test_other_versions_are_used_and_marked_stale_and_outlive_new_rows(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as before:
+        under(before, triton="3.0.0")
+        store.add([row(rows=3), row(rows=4)], "cpu")
     old = found(row(rows=3))
     assert old is not None
     assert old.stale
@@ -145,6 +154,42 @@ def test_other_versions_are_used_and_marked_stale_and_outlive_new_rows(store: St
     assert kept is not None
     assert kept.stale
     assert kept.source == "user cache of other versions"
+
+
+def test_environments_side_by_side_keep_their_verdicts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = ("2.11.0+cu130", "2.12.0", "2.13.0")
+    for us, torch in enumerate(versions, 4):
+        with monkeypatch.context() as environment:
+            under(environment, torch=torch)
+            Store().add([row(us=us)], "cpu")
+    for us, torch in enumerate(versions, 4):
+        with monkeypatch.context() as environment:
+            under(environment, torch=torch)
+            again = found(row())
+            assert again is not None
+            assert (again.stale, again.verdict.timings["good"].us) == (False, us)
+
+
+def test_of_other_versions_the_last_measured_count(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for us, torch in enumerate(("1", "3", "2"), 4):
+        with monkeypatch.context() as environment:
+            under(environment, torch=torch)
+            Store().add([row(us=us)], "cpu")
+            os.utime(store.path("cpu"), (us, us))
+    last = found(row())
+    assert last is not None
+    assert (last.stale, last.verdict.timings["good"].us) == (True, 6)
+
+
+def test_a_table_of_other_versions_than_its_name_says_is_not_mixed(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.add([row()], "cpu")
+    edit(store.path("cpu"), lambda t: t["facts"].update(triton="3.0.0"))
+    Store().add([row(rows=9)], "cpu")
+    assert "under other versions than its name says" in caplog.text
+    assert list(read(store.path("cpu")).rows) == [row(rows=9).key]
+    assert list(store.path("cpu").parent.glob("*.broken-*")), "set aside, not lost"
 
 
 @pytest.mark.parametrize("field", ["torch", "triton", "cuda", "driver"])

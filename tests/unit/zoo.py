@@ -222,6 +222,33 @@ def _remembered(x: Any, w: Any, y: Any) -> Any:
     return _memory.setdefault((x.data_ptr(), x.shape, x.stride(), x.dtype, w.data_ptr()), y.clone())
 
 
+def _gradients_in_static(dy: Any, dx: Any, dw: Any) -> Any:
+    return _static("dx", dx).copy_(dx), _static("dw", dw).copy_(dw)
+
+
+def _remembered_weight(ctx: Any, dy: Any) -> Any:
+    x, w = ctx.saved_tensors
+    held = _memory.setdefault((w.data_ptr(), w.shape, w.dtype), w.detach().clone())
+    return dy * held * (1 - torch.tanh(x) ** 2), (dy * torch.tanh(x)).sum(tuple(range(dy.dim() - 1))), None
+
+
+class RemembersWeight(torch.autograd.Function):
+    """Right, until the weight behind an address changes: then its backward knows the old one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, w: Any, flag: Any = None) -> Any:
+        ctx.save_for_backward(x, w)
+        return eager(x, w)
+
+    backward = staticmethod(_remembered_weight)
+
+
+def _past_a_copy(x: Any, w: Any, y: Any) -> Any:
+    copy = y.clone()
+    _past(0)(x, w, copy)
+    return copy
+
+
 WRONG: dict[str, tuple[Candidate, str]] = {
     c.name: (c, reason)
     for c, reason in [
@@ -236,7 +263,15 @@ WRONG: dict[str, tuple[Candidate, str]] = {
         ),
         (
             Candidate("remembered", product(_remembered)),
-            "remembers a result by the address of its input|wrong",
+            "does it remember by address.*output is wrong|wrong",
+        ),
+        (
+            Candidate("remembered_weight", RemembersWeight.apply),
+            "does it remember by address.*gradient of x is wrong|wrong",
+        ),
+        (
+            Candidate("static_gradients", product(None, _gradients_in_static)),
+            "returns the memory of an earlier gradient",
         ),
         (Candidate("wrong_dw", product(None, lambda dy, dx, dw: (dx, dw * 1.01))), "gradient of w is wrong"),
         (Candidate("wrong_dx", product(None, lambda dy, dx, dw: (dx * 0.99, dw))), "gradient of x is wrong"),
@@ -245,6 +280,7 @@ WRONG: dict[str, tuple[Candidate, str]] = {
         (Candidate("racy", product(_racy)), "differs from run to run although declared deterministic"),
         (Candidate("after", product(_past(0))), "writes outside its output"),
         (Candidate("before", product(_past(-4))), "writes outside its output"),
+        (Candidate("after_a_copy", product(_past_a_copy)), "writes outside its output"),
         (Candidate("modifies_x", product(_double_x)), "modifies its input x"),
         (Candidate("modifies_dy", product(None, _double_dy)), "modifies the gradient it is given"),
         (Candidate("uninitialised", product(_uninitialised)), r"output is nan at \[0, 191\]"),

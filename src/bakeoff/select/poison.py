@@ -26,12 +26,17 @@ _FILLED = {
     torch.ops.aten.full.default,
     torch.ops.aten.full_like.default,
     torch.ops.aten.new_full.default,
+    torch.ops.aten.ones.default,
+    torch.ops.aten.ones_like.default,
+    torch.ops.aten.new_ones.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten._to_copy.default,
 }
 _MADE = _EMPTY | _FILLED
 
 
 class Poison(TorchDispatchMode):
-    """While active, every new tensor (also in backward) is fenced, and an uninitialised one filled with NaN.
+    """While active, new tensors and copies (also in backward) are fenced, uninitialised ones filled with NaN.
 
     A kernel that reads what it never wrote yields NaN; one that writes outside its tensor breaks a
     fence, which `broken()` reports.

@@ -1,8 +1,8 @@
 """The table: verdicts on disk, stamped with hardware and versions.
 
-A file is sorted, readable JSON, one per machine. It is written beside and renamed under a lock, so a reader
-sees the old or the new file whole. A file that can't be trusted is set aside and measured again; it
-never stops a run.
+A file is sorted, readable JSON, one per machine and set of versions, so that environments side by side keep
+theirs. It is written beside and renamed under a lock, so a reader sees the old or the new file whole. A file
+that can't be trusted is set aside and measured again; it never stops a run.
 """
 
 import contextlib
@@ -119,10 +119,8 @@ class Store:
         self.silent = False
 
     def path(self, device: str) -> Path:
-        """The user's table for the machine behind `device`."""
-        name, sms, memory = hardware.facts(_kind(device)).same_machine
-        slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-        return cache_dir() / f"{slug}-{sms}-{memory}.json"
+        """The user's table for the machine behind `device` and the versions here."""
+        return cache_dir() / _file_name(hardware.facts(_kind(device)))
 
     def lookup(self, op: Op, name: str, device: str) -> Found | None:
         """The best verdict for key `name`, or None."""
@@ -150,9 +148,6 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(path):
                 old = self._own(path, device)
-                if old and old.facts.same_software != facts.same_software:
-                    os.replace(path, _older(path))
-                    old = None
                 for left in path.parent.glob(f".{path.name}.*"):
                     left.unlink(missing_ok=True)  # by a writer that was killed: we hold the lock
                 write(path, Table(facts, {**(old.rows if old else {}), **rows}))
@@ -173,8 +168,13 @@ class Store:
         self.agreed = None
 
     def _layers(self, device: str) -> Iterator[tuple[str, Path]]:
-        yield "user cache", self.path(device)
-        yield "user cache of other versions", _older(self.path(device))
+        own = self.path(device)
+        yield "user cache", own
+        with contextlib.suppress(OSError):
+            same = own.parent.glob(f"{own.name.partition('.')[0]}.*.json")
+            others = {path: path.stat().st_mtime for path in same if path != own}
+            for path in sorted(others, key=lambda path: others[path], reverse=True):
+                yield "user cache of other versions", path
         shipped = importlib.resources.files("bakeoff") / "tables"
         with contextlib.suppress(OSError):
             for entry in sorted(shipped.iterdir(), key=lambda e: e.name) if shipped.is_dir() else []:
@@ -203,6 +203,8 @@ class Store:
             table = read(path)
             if table.facts.same_machine != hardware.facts(_kind(device)).same_machine:
                 raise TableError(f"{path} was measured on another machine ({table.facts.device!r})")
+            if path.name != _file_name(table.facts):
+                raise TableError(f"{path} was measured under other versions than its name says")
             return table
         except TableError as error:
             aside = path.with_suffix(f".broken-{os.getpid()}")
@@ -222,9 +224,13 @@ def _current(op: Op, row: Verdict) -> bool:
     )
 
 
-def _older(path: Path) -> Path:
-    """Where the table measured under other versions goes when a new one begins."""
-    return path.with_suffix(".older.json")
+def _file_name(facts: hardware.Facts) -> str:
+    """MACHINE.VERSIONS.json"""
+
+    def plain(parts: Iterable[object]) -> str:
+        return re.sub(r"[^a-z0-9]+", "-", "-".join(map(str, parts)).lower()).strip("-")
+
+    return f"{plain(facts.same_machine)}.{plain(facts.same_software)}.json"
 
 
 def _kind(device: str) -> str:
