@@ -14,6 +14,7 @@ from bakeoff.select.measure import HostTimer, Timer
 from bakeoff.select.op import Candidate, Case, Op
 from bakeoff.select.verdict import Trial, Verdict
 from tests.unit import zoo
+from tests.unit.compiler import needs_compiler
 
 
 def trial(verdict: Verdict, name: str) -> Trial:
@@ -181,6 +182,7 @@ def test_regimes_of_devices() -> None:
     assert regimes_of(msgspec.structs.replace(zoo.case(), device="cuda:1")) == ("eager", "graph")
 
 
+@needs_compiler
 def test_the_compiled_regime_is_measured_in_a_compiled_region() -> None:
     traced: list[bool] = []
 

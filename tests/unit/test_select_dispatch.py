@@ -474,6 +474,13 @@ def test_tracing_never_tunes(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
         assert who(compiled(op)(x, w), x, w) == "eager"
 
 
+def test_a_demanded_candidate_that_transforms_exclude_is_refused(op: Op) -> None:
+    x, w = torch.randn(3, 4, 8), torch.randn(8)
+    with pytest.raises(Unsupported, match=r"'one' can't run under transforms.*impl='eager'"):
+        torch.vmap(lambda x: op(x, w, None, impl="one"))(x)
+    assert torch.vmap(lambda x: op(x, w, None, impl="eager"))(x).shape == x.shape
+
+
 def test_impl_and_overrides_hold_under_compile(op: Op) -> None:
     x, w = torch.randn(4, 8), torch.randn(8)
     run = torch.compile(lambda x, w: op(x, w, None, impl="one"), fullgraph=True, backend="aot_eager")
@@ -487,6 +494,23 @@ def test_what_cannot_be_traced_says_so(op: Op) -> None:
     run = torch.compile(lambda x, w: op(x, w, None, impl="opaque"), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"can't be traced by torch.compile"):
         run(x, w)
+
+
+@pytest.mark.parametrize(
+    ("settings", "impl", "error", "message"),
+    [
+        ({}, "tow", Unsupported, "has no candidate 'tow'"),
+        ({"policy": "strict"}, None, PolicyError, "and the policy is strict"),
+    ],
+)
+def test_what_cannot_be_had_raises_its_own_error_while_tracing(
+    op: Op, settings: dict[str, Any], impl: str | None, error: type[Exception], message: str
+) -> None:
+    x, w = torch.ones(4, 8), torch.ones(8)
+    with using(**settings), pytest.raises(error, match=message):
+        torch.compile(lambda: op(x, w, None, impl=impl), backend="eager")()
+    with using(**settings), pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        torch.compile(lambda: op(x, w, None, impl=impl), backend="eager", fullgraph=True)()
 
 
 @pytest.mark.parametrize(

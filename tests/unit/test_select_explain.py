@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -142,9 +143,10 @@ def test_it_neither_runs_nor_tunes(op: Op, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_stale_row_and_a_busy_device_are_mentioned(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "disturbance", lambda device, before=0.0: "3 other process(es) use the GPU")
-    policy.store.add(contest(op, zoo.case(16, 8), budget_s=0.01), "cpu")
-    path = policy.store.path("cpu")
-    path.write_text(path.read_text().replace(f'"{torch.__version__}"', '"1.0"'))
+    with monkeypatch.context() as before:
+        old = msgspec.structs.replace(hardware.facts("cpu"), torch="1.0")
+        before.setattr(hardware, "facts", lambda device="cuda": old)
+        policy.store.add(contest(op, zoo.case(16, 8), budget_s=0.01), "cpu")
     policy.store.forget()
     found = explain(op, *ARGS)
     assert found.why.endswith("from user cache (measured under other versions)")
@@ -160,10 +162,30 @@ def test_ops_go_by_name_function_or_declaration() -> None:
     assert bakeoff.explain("rms_norm", x, eps=1e-5).key.count("eps=1e-05") == 1
     with pytest.raises(PolicyError, match="did you mean 'rms_norm'"):
         bakeoff.explain("rmsnorm", x)
-    with pytest.raises(TypeError, match="missing a required argument"):
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
         bakeoff.explain("rms_norm")
+    with pytest.raises(TypeError, match="takes an op's name, its public function or an Op, not 3"):
+        bakeoff.explain(3, x)
     with pytest.raises(ValueError, match="must be on one device"):
         bakeoff.explain("rms_norm", x, torch.ones(4, device="meta"))
+
+
+def test_a_call_is_explained_as_its_public_function_makes_it() -> None:
+    ids, table, window = torch.zeros(1, 16, dtype=torch.uint8), torch.randn(256, 1), torch.ones(8)
+    weight = torch.randn(5, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = bakeoff.explain(bakeoff.ops.byte_spectral, ids, table, window, weight=weight)
+        report = bakeoff.tune(lambda: bakeoff.ops.byte_spectral(ids, table, window, weight=weight), 0)
+    assert found.key in report.unsettled, "a weight in bfloat16"
+    assert bakeoff.explain("rms_norm", torch.ones(2, 4), torch.ones(4), offset=1).key.count("offset=1.0") == 1
+
+
+def test_a_forced_implementation_is_explained(op: Op) -> None:
+    with pytest.raises(Unsupported, match="'triton' can't take this case"):
+        bakeoff.explain("rms_norm", torch.ones(2, 4), impl="triton")
+    found = bakeoff.explain("rms_norm", torch.ones(2, 4), impl="eager")
+    assert (found.choice, found.why) == ("eager", "forced by override")
+    assert explain(op, *ARGS, impl="good").choice == "good"
 
 
 def test_a_verdict_of_a_gpu_that_is_not_here_has_no_share(op: Op) -> None:

@@ -1,12 +1,14 @@
 """Policies: what each does, who sets it, and in which order the settings count."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ from bakeoff.select.key import key
 from bakeoff.select.measure import Timing
 from bakeoff.select.op import Candidate, Op
 from bakeoff.select.policy import Settings, configure, current, using
-from bakeoff.select.table import Table, write
+from bakeoff.select.table import Table, read, write
 from bakeoff.select.verdict import Trial, Verdict
 from tests.unit import zoo
 
@@ -142,6 +144,39 @@ def test_pinned_is_that_table_and_nothing_else(op: Op, tmp_path: Path, form: str
     with using(form.format(pinned(op, tmp_path / "mine.json", "two"))):
         assert call(op) == "two"
         assert call(op, rows=5) == "eager", "not in that table: plain PyTorch"
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "said"),
+    [
+        ("device", "NVIDIA H100", r"on another machine \(NVIDIA H100\)"),
+        ("torch", "1.0", r"under other versions \(torch 1.0, "),
+    ],
+)
+def test_a_pinned_table_from_elsewhere_is_obeyed_and_said_once(
+    op: Op, tmp_path: Path, caplog: pytest.LogCaptureFixture, fact: str, value: str, said: str
+) -> None:
+    path = pinned(op, tmp_path / f"{fact}.json", "two")
+    table = read(path)
+    write(path, Table(msgspec.structs.replace(table.facts, **{fact: value}), table.rows))
+    with using(f"pinned:{path}"):
+        assert call(op) == "two"
+        policy.forget()
+        assert call(op) == "two"
+        assert re.search(
+            rf"\(measured {said}", bakeoff.explain(op, torch.ones(4, 8), torch.ones(8), None).why
+        )
+    assert len(re.findall(f"was measured {said}.*; its choices hold, pinned", caplog.text)) == 1
+
+
+def test_a_pinned_verdict_of_other_sources_is_obeyed_and_said(
+    op: Op, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = pinned(op, tmp_path / "sources.json", "two")
+    path.write_text(re.sub(r'"source_hash": "\w+"', '"source_hash": "0"', path.read_text()))
+    with using(f"pinned:{path}"):
+        assert call(op) == "two"
+    assert "with other sources of zoo_noting" in caplog.text
 
 
 def test_a_pinned_table_that_cannot_be_read_is_an_error_at_once(op: Op, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_other_versions_are_used_and_marked_stale_and_outlive_new_rows(
     assert not new.stale
     assert kept is not None
     assert kept.stale
-    assert kept.source == "user cache of other versions"
+    assert kept.source == "user cache"
 
 
 def test_environments_side_by_side_keep_their_verdicts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from bakeoff.select import policy
 from bakeoff.select.key import key
 from bakeoff.select.op import Candidate, Op
 from bakeoff.select.policy import using
-from bakeoff.select.tune import recordings, tune
+from bakeoff.select.tune import TuneReport, recordings, tune
 from bakeoff.select.verdict import Verdict
 from tests.unit import test_select_policy as toys
 from tests.unit import zoo
@@ -128,10 +129,65 @@ def test_the_budget_leaves_the_rest_unsettled_and_says_so(op: Op, held: list[str
     assert report.unsettled == {key(op, zoo.case(4, 8, grad=False), "eager"): "the budget of 0 s was spent"}
 
 
-@pytest.mark.parametrize("budget", [math.nan, -1.0])
-def test_a_budget_is_a_number_of_seconds(budget: float) -> None:
+@pytest.mark.parametrize("budget", [math.nan, -1.0, "3", None])
+def test_a_budget_is_a_number_of_seconds(budget: Any) -> None:
     with pytest.raises(ValueError, match=r"budget_s=.* must be a number of seconds"):
         tune(lambda: pytest.fail("the step ran"), budget)
+
+
+def test_what_only_a_gpu_has_is_the_devices_regime_elsewhere(op: Op, held: list[str]) -> None:
+    report = tune(lambda: call(op), regimes=("graph", "eager"))
+    assert [name.rpartition(" ")[2] for name in held] == ["eager"]
+    assert report.unsettled == {}
+
+
+def test_what_can_take_part_by_now_reopens_the_contest() -> None:
+    missing: list[str] = ["a compiler is missing"]
+    late = Candidate("late", zoo.good, supports=lambda case: missing[0] if missing else None)
+    script = zoo.op(late, name="zoo_late")
+
+    def step() -> None:
+        script(torch.ones(4, 8), torch.ones(8), None)
+
+    with zoo.registered(script):
+        (before,) = tune(step).verdicts
+        assert [t.rejected for t in before.trials] == [None, "a compiler is missing"]
+        assert tune(step).measured == 0
+        missing.clear()
+        again = tune(step)
+        assert again.measured == 1
+        assert [t.rejected for t in again.verdicts[0].trials] == [None, None]
+        assert tune(step).measured == 0
+
+
+def test_recordings_that_overlap_miss_nothing(op: Op, held: list[str]) -> None:
+    """One begins inside the other, in another thread, and outlives it."""
+    inside, outlived = threading.Event(), threading.Event()
+    reports: list[TuneReport] = []
+
+    def short() -> None:
+        inside.set()
+        outlived.wait(60)
+
+    first = threading.Thread(target=lambda: reports.append(tune(short)))
+
+    def long() -> None:
+        first.start()
+        inside.wait(60)
+        call(op, rows=4)
+        outlived.set()
+        first.join(60)
+        call(op, rows=5)
+
+    report = tune(long)
+    assert {key.partition("[")[2][0] for key in report.choices} == {"4", "5"}
+    assert recordings == []
+
+
+def test_after_ranks_agreed_no_rank_tunes_alone(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy.store, "agreed", {})
+    with pytest.raises(PolicyError, match="tune_together"):
+        tune(lambda: call(op))
 
 
 def test_a_long_step_does_not_eat_the_budget(

@@ -56,6 +56,7 @@ def test_crashes_of_every_kind_are_rejections(worker: Worker) -> None:
         "aborts": "crashed: killed by SIGABRT (free(): invalid pointer)",
         "segfaults": "crashed: killed by SIGSEGV",
         "exits": f"crashed: exited with status 3 ({'x' * 200})",
+        "interrupts": "crashed: exited with status 1 (KeyboardInterrupt: from within)",
         "loses_the_device": "RuntimeError: CUDA error: an illegal memory access was encountered",
         "crashes_when_timed": "crashed: exited with status 9",
         "prints": None,
@@ -205,20 +206,26 @@ def test_the_worker_ends_with_its_parent(end: signal.Signals) -> None:
     )
     assert script.stdout is not None
     pid = 0
-    for line in script.stdout:
-        pid = int(line.split()[-1])
-        if line.startswith("waits: compile"):
-            break
-    assert alive(pid)
-    script.send_signal(end)
-    _, complaints = script.communicate(timeout=30)
-    assert script.returncode != 0
-    if end == signal.SIGINT:
-        assert "KeyboardInterrupt" in complaints
-    deadline = time.monotonic() + 20
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(pid)
+    try:
+        for line in script.stdout:
+            pid = int(line.split()[-1])
+            if line.startswith("waits: compile"):
+                break
+        assert alive(pid)
+        script.send_signal(end)
+        _, complaints = script.communicate(timeout=30)
+        assert script.returncode != 0
+        if end == signal.SIGINT:
+            assert "KeyboardInterrupt" in complaints
+        deadline = time.monotonic() + 20
+        while alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not alive(pid)
+    finally:
+        script.kill()
+        if pid and alive(pid):
+            os.killpg(pid, signal.SIGKILL)
+        script.communicate()
 
 
 def test_candidates_are_imported_where_they_run() -> None:

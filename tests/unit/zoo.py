@@ -372,6 +372,10 @@ def exits(*_: Any) -> Any:
     sys.exit(3)
 
 
+def interrupts(*_: Any) -> Any:
+    raise KeyboardInterrupt("from within")
+
+
 def hangs(*_: Any) -> Any:
     while True:
         pass
@@ -422,7 +426,15 @@ CRASHING = op(
     GOOD,
     *(
         _deadly(n)
-        for n in ("aborts", "segfaults", "exits", "loses_the_device", "crashes_when_timed", "prints")
+        for n in (
+            "aborts",
+            "segfaults",
+            "exits",
+            "interrupts",
+            "loses_the_device",
+            "crashes_when_timed",
+            "prints",
+        )
     ),
     name="zoo_crashing",
     home=f"{HERE}:CRASHING",

@@ -12,6 +12,7 @@ class MLP(nn.Module):
 
     Shapes: x [..., dim]; `hidden` is the inner width.
 
+    >>> import torch
     >>> MLP(8, 24)(torch.randn(2, 3, 8)).shape
     torch.Size([2, 3, 8])
     """

@@ -28,6 +28,7 @@ def tune_together(step: Callable[[], object], budget_s: float = 30.0, **options:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return tune(step, budget_s, **options)
     first = dist.get_rank() == 0
+    policy.store.agreed = None  # what was agreed before is decided anew
     try:
         report = tune(step, budget_s if first else 0.0, **options)
     except Exception as error:

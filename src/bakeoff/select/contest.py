@@ -279,6 +279,7 @@ def _verdict(
                 deterministic,
                 rejected.get(candidate.name),
                 peaks.get(candidate.name),
+                able=not candidate.reasons(case),
             )
         )
     winner, why = decide([trial for trial in trials if not op.by_name[trial.candidate].baseline])

@@ -12,10 +12,10 @@ from bakeoff.errors import PolicyError, Unsupported
 from bakeoff.select import hot, policy
 from bakeoff.select.key import key
 from bakeoff.select.op import Candidate, Case, Op, TensorMeta, find_op
-from bakeoff.select.table import Found
-from bakeoff.select.tune import recordings, settle
+from bakeoff.select.table import Found, differences
+from bakeoff.select.tune import note, recordings, settle
 
-__all__ = ["Choice", "able", "checked", "choose", "decide", "dispatch", "unsettled"]
+__all__ = ["ASK", "Asked", "Choice", "able", "checked", "choose", "decide", "dispatch", "unsettled"]
 
 log = logging.getLogger("bakeoff")
 _MOST_REMEMBERED = 4096
@@ -32,10 +32,24 @@ class Choice(NamedTuple):
     found: Found | None
 
 
+ASK = "?"
+"""As `impl`: raise `Asked` in place of running anything."""
+
+
+class Asked(Exception):
+    """The case that a call makes."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.case = case
+
+
 def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
     """Decide for this call, remember the decision, and run it."""
     if torch.compiler.is_compiling():
         return _traced(op, args, impl)
+    if impl == ASK:
+        raise Asked(checked(op, args))
     if impl is not None:
         return _explicit(op, args, impl)(*args)
     case = checked(op, args)
@@ -66,8 +80,7 @@ def decide(op: Op, case: Case, where: tuple[Any, ...]) -> Callable[..., Any]:
     """What runs `case` under the settings in force, remembered under `where` in their memo; noted instead
     where a step is being recorded."""
     settings = policy.current()
-    if recordings:
-        recordings[-1][key(op, case, settings.on(case.device)), case.device] = (op, case)
+    if note(op, case, settings.on(case.device)):
         return choose(op, case, unsettled(settings)).candidate.call
     call = choose(op, case, settings).candidate.call
     if not recordings:  # a recording that began meanwhile must see the next such call
@@ -87,8 +100,7 @@ def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
         return Choice(op.incumbent, "selection is off", None)
     name = key(op, case, settings.on(case.device))
     if settings.policy == "pinned":
-        row = policy.pinned_table(settings).rows.get(name)
-        found = Found(row, f"pinned table {settings.pinned}", stale=False) if row else None
+        found = _pinned(op, name, case.device, settings)
     elif settings.policy == "heuristic":
         found = None
     else:
@@ -104,6 +116,19 @@ def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
             why = found.verdict.why if won else "the winner can't take this case"
             return Choice(best, f"{why}, from {found.source}{stale}", found)
     return _missed(op, case, settings, name)
+
+
+def _pinned(op: Op, name: str, device: str, settings: policy.Settings) -> Found | None:
+    """The pinned table's verdict as it stands, which is what pinning means; what has changed is said once."""
+    table = policy.pinned_table(settings)
+    row = table.rows.get(name)
+    if row is None:
+        return None
+    changed = differences(op, row, table.facts, device)
+    if changed:
+        _say_once(f"{settings.pinned} was measured {changed}; its choices hold, pinned", logging.WARNING)
+    where = f" (measured {changed})" if changed else ""
+    return Found(row, f"pinned table {settings.pinned}{where}", stale=False)
 
 
 def _missed(op: Op, case: Case, settings: policy.Settings, name: str) -> Choice:
@@ -146,7 +171,13 @@ def able(op: Op, case: Case, name: str, regime: str = "eager") -> Candidate:
 
 
 def _explicit(op: Op, args: Sequence[Any], impl: str) -> Any:
-    return able(op, checked(op, args), impl).call
+    candidate = able(op, checked(op, args), impl)
+    if candidate is not op.incumbent and hot.transformed():
+        raise Unsupported(
+            f"{op.name}: {impl!r} can't run under transforms of torch.func, forward-mode derivatives or "
+            f"torch.jit.trace: leave impl out, or pass impl={op.incumbent.name!r}"
+        )
+    return candidate.call
 
 
 def checked(op: Op, args: Sequence[Any]) -> Case:
@@ -225,13 +256,18 @@ def _traced(op: Op, args: Sequence[Any], impl: str | None) -> Any:
     fault = _constant_fault(op.name, described)
     if fault:
         raise _FAULTS[fault[0]](fault[1])
-    return op.traced[_constant_choice(op.name, described, torch.is_grad_enabled(), impl)](*args)
+    chosen, kind, text = _constant_choice(op.name, described, torch.is_grad_enabled(), impl)
+    if kind:
+        raise _FAULTS[kind](text)
+    return op.traced[chosen](*args)
 
 
 _shapes: dict[str, tuple[int | None, ...]] = {}
 """Of the tensors of the call being traced, by argument, as they are in this trace."""
 _numbers: dict[str, float] = {}
-_FAULTS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError)}
+_FAULTS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (PolicyError, Unsupported, TypeError, ValueError)
+}
 
 
 def _note_shape(context: Any) -> None:
@@ -276,7 +312,10 @@ def _constant_fault(op_name: str, known: tuple[Any, ...]) -> tuple[str, str] | N
     return None
 
 
-def _constant_choice(op_name: str, known: tuple[Any, ...], grad: bool, impl: str | None) -> str:
+def _constant_choice(
+    op_name: str, known: tuple[Any, ...], grad: bool, impl: str | None
+) -> tuple[str, str, str]:
+    """The candidate; or "", and the kind and the text of the error that asking for one deserves."""
     op = find_op(op_name)
     values: dict[str, Any] = {}
     device = "cpu"
@@ -289,20 +328,22 @@ def _constant_choice(op_name: str, known: tuple[Any, ...], grad: bool, impl: str
             shape = (*([size] * rows), *features)
             values[name] = TensorMeta.dense(shape, dtype, grad=wants and grad)
         else:
-            values[name] = value
+            values[name] = op.scalar(name, value)
     case = Case(values, device)
     settings = msgspec.structs.replace(policy.current(), regime="compiled")
-    if impl is not None:
-        chosen = able(op, case, impl, "compiled")
-    else:
-        if recordings:
-            recordings[-1][key(op, case, "compiled"), device] = (op, case)
-            settings = unsettled(settings)
-        chosen = choose(op, case, settings).candidate
+    try:
+        if impl is not None:
+            chosen = able(op, case, impl, "compiled")
+        else:
+            if note(op, case, "compiled"):
+                settings = unsettled(settings)
+            chosen = choose(op, case, settings).candidate
+    except (PolicyError, Unsupported) as error:
+        return "", type(error).__name__, str(error)
     if chosen.name == "compiled":
         chosen = op.incumbent  # the region around it is compiled already
     op.traced[chosen.name] = chosen.call
-    return chosen.name
+    return chosen.name, "", ""
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import all of torch._dynamo at once.

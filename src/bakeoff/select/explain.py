@@ -1,5 +1,7 @@
 """Explain: the choice for a call, why, and everything the contest found."""
 
+import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 
 from bakeoff import hardware
 from bakeoff.select import policy
-from bakeoff.select.dispatch import checked, choose, unsettled
+from bakeoff.select.dispatch import ASK, Asked, checked, choose, unsettled
 from bakeoff.select.key import key
 from bakeoff.select.op import Case, Op, find_op
 from bakeoff.select.tune import recording
@@ -60,15 +62,25 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
         op: an op's name (``"rms_norm"``), its public function, or the `Op`.
-        args, kwargs: the arguments of the call.
+        args, kwargs: the arguments of the call, `impl` too.
+
+    Raises:
+        What the call would raise for such arguments.
 
     Example:
         >>> import torch, bakeoff
         >>> bakeoff.explain("rms_norm", torch.ones(2, 4)).op
         'rms_norm'
     """
-    found = op if isinstance(op, Op) else find_op(op if isinstance(op, str) else op.__name__)
-    return explain_case(found, checked(found, _bind(found, args, kwargs)))
+    name = op if isinstance(op, str) else getattr(op, "__name__", "")
+    if not (isinstance(op, Op) or name):
+        raise TypeError(f"explain takes an op's name, its public function or an Op, not {op!r}")
+    found = op if isinstance(op, Op) else find_op(name)
+    settings, impl = policy.current(), kwargs.pop("impl", None)
+    if impl is not None:
+        overrides = {**dict(settings.overrides), found.name: impl}
+        settings = msgspec.structs.replace(settings, overrides=tuple(sorted(overrides.items())))
+    return explain_case(found, _case(found, op, args, kwargs), settings)
 
 
 def explain_case(op: Op, case: Case, settings: policy.Settings | None = None) -> Explanation:
@@ -132,15 +144,20 @@ def _forced(row: Row, why: str) -> Row:
     return msgspec.structs.replace(row, why=said) if row.chosen else row
 
 
-def _bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Positional arguments in the op's order, with the reference's defaults filled in."""
-    import inspect
-
+def _case(op: Op, asked: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
+    """The case that a call of `asked` (the op, its name or its public function) makes: by the public function
+    where it takes the op's own arguments, which it may cast and complete; else by the definition."""
     if any(isinstance(value, list | tuple) for value in (*args, *kwargs.values())):
         raise TypeError(
             f"{op.name}: explain takes tensors, not lists of them; for the groups of an optimizer "
             f"bakeoff.tune(step).choices says what was chosen"
         )
+    public = getattr(importlib.import_module("bakeoff.ops"), asked, None) if isinstance(asked, str) else asked
+    if inspect.isfunction(public) and {*inspect.signature(public).parameters} == {*op.params, "impl"}:
+        try:
+            public(*args, **kwargs, impl=ASK)
+        except Asked as answer:
+            return answer.case
     bound = inspect.signature(op.reference).bind(*args, **kwargs)
     bound.apply_defaults()
-    return [bound.arguments[name] for name in op.params]
+    return checked(op, [bound.arguments[name] for name in op.params])

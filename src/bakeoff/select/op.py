@@ -10,10 +10,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import secrets
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -165,20 +167,17 @@ class Candidate:
 
     @cached_property
     def source_hash(self) -> str:
-        """Changes when the candidate's own code or a required package's version changes."""
+        """Changes when the candidate's own code or a required package's version changes. A callable whose
+        source can't be read (a notebook's, a compiled one) has a hash for this object alone, so that no
+        verdict outlives it."""
         digest = hashlib.sha256()
-        own = self.load.split(":")[0] if isinstance(self.load, str) else self.load.__module__
+        own = self.load.split(":")[0] if isinstance(self.load, str) else _home(self.load)
         for source in (own, *self.sources):
             module, _, file = source.partition(":")
-            if module == "__main__":  # a script, which has no spec
-                origin = getattr(sys.modules[module], "__file__", None)
-            else:
-                spec = importlib.util.find_spec(module)
-                origin = spec.origin if spec else None
-            if origin is not None and file:
-                origin = str(Path(origin).with_name(file))
-            if origin is not None and Path(origin).is_file():
-                digest.update(Path(origin).read_bytes())
+            text = _source(module, file)
+            if text is None and isinstance(self.load, str):
+                text = f"{module} {package_version(own.partition('.')[0])}".encode()
+            digest.update(secrets.token_bytes() if text is None else text)
         for package in self.requires:
             if package != "triton":  # its version is in the table's own stamp
                 digest.update(f"{package} {package_version(package)}".encode())
@@ -243,12 +242,15 @@ class Op:
     params: tuple[str, ...] = field(init=False)
     """Argument names in the order candidates take them."""
     by_name: dict[str, Candidate] = field(init=False)
+    floats: frozenset[str] = field(init=False)
+    """The arguments that the definition annotates with float."""
     traced: dict[str, Callable[..., Any]] = field(init=False, default_factory=dict)
     """Candidates' callables that torch.compile has met: a plain dict, which it can trace through."""
 
     def __post_init__(self) -> None:
         self.params = tuple(inspect.signature(self.reference).parameters)
         self.by_name = {candidate.name: candidate for candidate in self.candidates}
+        self.floats = _floats(self.reference)
         registry[self.name] = self
 
     @property
@@ -266,11 +268,15 @@ class Op:
     def case(self, args: Sequence[Any], name: str = "") -> Case:
         """The case that a call with these arguments makes."""
         values = {
-            key: TensorMeta.of(arg) if isinstance(arg, torch.Tensor) else arg
+            key: TensorMeta.of(arg) if isinstance(arg, torch.Tensor) else self.scalar(key, arg)
             for key, arg in zip(self.params, args, strict=True)
         }
         device = next((str(arg.device) for arg in args if isinstance(arg, torch.Tensor)), "cpu")
         return Case(values, device, name)
+
+    def scalar(self, name: str, value: Any) -> Any:
+        """`value` of argument `name` as keys hold it: 1 for a float is 1.0, as memos take these for equal."""
+        return float(value) if type(value) is int and name in self.floats else value
 
     def __call__(self, *args: Any, impl: str | None = None) -> Any:
         """Run the candidate selected for these arguments, or `impl`.
@@ -289,6 +295,45 @@ class Op:
         from bakeoff.select.dispatch import dispatch  # bound late: dispatch knows policies, an op does not
 
         return dispatch(self, args, impl)
+
+
+def _floats(function: Callable[..., Any]) -> frozenset[str]:
+    """The arguments annotated with float, or with a union that holds it."""
+    try:
+        hints = typing.get_type_hints(function)
+    except (NameError, TypeError):  # annotations that can't be resolved
+        return frozenset()
+    return frozenset(name for name, hint in hints.items() if float in (hint, *typing.get_args(hint)))
+
+
+def _home(call: Callable[..., Any]) -> str:
+    """The module that holds the code of `call`, behind what only wraps it; "" if nothing says so."""
+    while isinstance(call, partial):
+        call = call.func
+    if type(call).__module__ == "torch._ops":  # torch.ops.NAMESPACE.OP, whoever registered it
+        return ""
+    call = getattr(call, "_init_fn", call)  # of torch.library.custom_op
+    return getattr(inspect.unwrap(call), "__module__", None) or ""
+
+
+def _source(module: str, file: str = "") -> bytes | None:
+    """The text of a module, or of another file of that package; None where it can't be read."""
+    if module == "__main__":  # a script, which has no spec
+        origin, loader = getattr(sys.modules[module], "__file__", None), None
+    else:
+        try:
+            spec = importlib.util.find_spec(module)
+        except (ImportError, ValueError):  # no module, or one that was made by hand
+            spec = None
+        origin, loader = (spec.origin, spec.loader) if spec else (None, None)
+    if origin is None:
+        return None
+    path = str(Path(origin).with_name(file)) if file else origin
+    try:
+        read: Callable[[str], bytes] = getattr(loader, "get_data", None) or (lambda p: Path(p).read_bytes())
+        return read(path)  # of what lies in an archive, too
+    except OSError:
+        return None
 
 
 def find_op(name: str) -> Op:

@@ -25,7 +25,7 @@ from bakeoff.paths import contents, expanded
 from bakeoff.select.op import Op
 from bakeoff.select.verdict import Verdict
 
-__all__ = ["Found", "Store", "Table", "cache_dir", "read", "write"]
+__all__ = ["Found", "Store", "Table", "cache_dir", "differences", "read", "write"]
 
 log = logging.getLogger("bakeoff")
 _LARGEST = 64 * 2**20
@@ -128,7 +128,7 @@ class Store:
             row = self.agreed.get(name)
             return Found(row, "rank 0", stale=False) if row else None
         fresh = self.fresh.get((_kind(device), name))
-        if fresh:
+        if fresh and _current(op, fresh):  # a notebook may have declared the op once more
             return Found(fresh, "measured now", stale=False)
         here = hardware.facts(_kind(device))
         for source, path in self._layers(device):
@@ -174,7 +174,7 @@ class Store:
             same = own.parent.glob(f"{own.name.partition('.')[0]}.*.json")
             others = {path: path.stat().st_mtime for path in same if path != own}
             for path in sorted(others, key=lambda path: others[path], reverse=True):
-                yield "user cache of other versions", path
+                yield "user cache", path
         shipped = importlib.resources.files("bakeoff") / "tables"
         with contextlib.suppress(OSError):
             for entry in sorted(shipped.iterdir(), key=lambda e: e.name) if shipped.is_dir() else []:
@@ -222,6 +222,19 @@ def _current(op: Op, row: Verdict) -> bool:
     return row.op == op.name and all(
         candidate.absent or known.get(candidate.name) == candidate.source_hash for candidate in op.candidates
     )
+
+
+def differences(op: Op, row: Verdict, facts: hardware.Facts, device: str) -> str:
+    """Where else than here a verdict was measured, in words; "" if nothing differs."""
+    here = hardware.facts(_kind(device))
+    found = []
+    if facts.same_machine != here.same_machine:
+        found.append(f"on another machine ({facts.device})")
+    if facts.same_software != here.same_software:
+        found.append(f"under other versions (torch {facts.torch}, triton {facts.triton})")
+    if not _current(op, row):
+        found.append(f"with other sources of {op.name}")
+    return ", ".join(found)
 
 
 def _file_name(facts: hardware.Facts) -> str:

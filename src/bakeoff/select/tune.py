@@ -26,8 +26,8 @@ _NOT_ASKED = "third-party: left out of tuning (peers=True lets it compete)"
 
 Recorded = dict[tuple[str, str], tuple[Op, Case]]
 recordings: list[Recorded] = []
-"""Where dispatch notes the (op, case) behind every selection, by (key, device), while a step is recorded: in
-the last one. The process's, not a thread's: backward recomputes in autograd's threads."""
+"""Where dispatch notes the (op, case) behind every selection, by (key, device), while steps are recorded: in
+all of them. The process's, not a thread's: backward recomputes in autograd's threads."""
 _failed: set[tuple[str, str]] = set()
 """Keys, with their device, whose contest could not be held: not tried again at every call."""
 
@@ -60,7 +60,8 @@ def tune(
     Args:
         step: one real training step (forward and backward). It runs exactly once.
         budget_s: seconds for all contests. Keys that no time is left for are listed and keep their heuristic;
-            a contest that would end well beyond the budget, judged by those before, is not begun.
+            a contest that would end well beyond the budget, judged by those before, is not begun. A
+            candidate that hangs costs up to two minutes more, once: then it is out.
         regimes: settle these; default: those of the device (``eager``, on CUDA also ``graph``), and
             ``compiled`` for ops met inside torch.compile.
         peers: let installed third-party candidates compete, too. Some spend a minute on tuning themselves at
@@ -73,7 +74,7 @@ def tune(
             they concern ops inside torch.compile, compiled functions are compiled anew.
 
     Raises:
-        PolicyError: an unknown regime.
+        PolicyError: an unknown regime; or the ranks of this job have agreed already (`tune_together`).
         ValueError: a budget that isn't a number of seconds.
 
     Example:
@@ -85,8 +86,13 @@ def tune(
     """
     if isinstance(regimes, str) or not {*(regimes or ())} <= {*REGIMES}:
         raise PolicyError(f"regimes={regimes!r} must be some of {REGIMES}, such as ('eager',)")
-    if not budget_s >= 0:
-        raise ValueError(f"budget_s={budget_s} must be a number of seconds, at least 0")
+    if not isinstance(budget_s, int | float) or not budget_s >= 0:
+        raise ValueError(f"budget_s={budget_s!r} must be a number of seconds, at least 0")
+    if policy.store.agreed is not None:
+        raise PolicyError(
+            "the ranks of this job have agreed on rank 0's verdicts, and a rank's own would have no effect: "
+            "call bakeoff.select.tune_together(step) on every rank"
+        )
     start = time.monotonic()
     done: list[Verdict] = []
     unsettled: dict[str, str] = {}
@@ -100,10 +106,10 @@ def tune(
         with recording() as recorded:
             step()
         deadline = time.monotonic() + budget_s
-        for (name, device), (op, case) in recorded.items():
-            wanted = ("compiled",) if name.endswith(" compiled") else tuple(regimes or regimes_of(case))
+        for (name, _), (op, case) in recorded.items():
+            wanted = ("compiled",) if name.endswith(" compiled") else _regimes(case, regimes)
             names = [key(op, case, regime) for regime in wanted]
-            known = [] if force else _known(op, names, device, peers)
+            known = [] if force else _known(op, names, case, peers)
             if known:
                 done += known
                 continue
@@ -127,6 +133,13 @@ def tune(
     return TuneReport(tuple(done), measured, unsettled, time.monotonic() - start)
 
 
+def note(op: Op, case: Case, regime: str) -> bool:
+    """Note a selection in every recording; whether there is one."""
+    for recorded in recordings:
+        recorded[key(op, case, regime), case.device] = (op, case)
+    return bool(recordings)
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[Recorded]:
     """Collect every selection made inside."""
@@ -136,7 +149,8 @@ def recording() -> Iterator[Recorded]:
     try:
         yield recorded
     finally:
-        recordings.pop()
+        # Another thread's may have begun inside this one and outlive it.
+        del recordings[next(i for i, open_ in enumerate(recordings) if open_ is recorded)]
 
 
 def settle(op: Op, case: Case, regime: str) -> None:
@@ -152,6 +166,12 @@ def settle(op: Op, case: Case, regime: str) -> None:
             log.warning("%s", error)
 
 
+def _regimes(case: Case, wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """Those of `wanted` (default: all) that count on this case's device: only CUDA has graphs."""
+    there = regimes_of(case)
+    return tuple(dict.fromkeys(r if r in (*there, "compiled") else there[0] for r in wanted or there))
+
+
 def _tables() -> bool:
     """Whether there is a table of this user's."""
     try:
@@ -160,12 +180,16 @@ def _tables() -> bool:
         return False
 
 
-def _known(op: Op, names: Sequence[str], device: str, peers: bool) -> list[Verdict]:
-    """The table's verdicts for all of `names`; none if one is missing, stale, or leaves out a wanted peer."""
-    found = [policy.store.lookup(op, name, device) for name in names]
+def _known(op: Op, names: Sequence[str], case: Case, peers: bool) -> list[Verdict]:
+    """The table's verdicts for all of `names`; none if one is missing, stale, or leaves out a wanted peer or
+    what can take the case by now (with the compiler, say, that was missing)."""
+    found = [policy.store.lookup(op, name, case.device) for name in names]
     verdicts = [f.verdict for f in found if f and not f.stale]
-    left_out = any(trial.rejected == _NOT_ASKED for verdict in verdicts for trial in verdict.trials)
-    return [] if len(verdicts) < len(names) or (peers and left_out) else verdicts
+    trials = [trial for verdict in verdicts for trial in verdict.trials]
+    left_out = peers and any(trial.rejected == _NOT_ASKED for trial in trials)
+    unable = {trial.candidate for trial in trials if not trial.able}
+    able_now = any(c.name in unable and not c.reasons(op.bucket(case)) for c in op.candidates)
+    return [] if len(verdicts) < len(names) or left_out or able_now else verdicts
 
 
 def _hold(

@@ -25,6 +25,8 @@ class Trial(msgspec.Struct, frozen=True):
     rejected: str | None = None
     peak_bytes: int | None = None
     """Device memory that one call adds at its peak, outputs and gradients included; benchmarks ask for it."""
+    able: bool = True
+    """Whether it could take the case where and when the contest was held (else `rejected` says why not)."""
 
 
 class Verdict(msgspec.Struct, frozen=True):

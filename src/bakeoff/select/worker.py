@@ -95,7 +95,7 @@ class Worker:
             self._send(Request(home, case, regimes, budget_s, out, for_the_record, *_numerics()))
             at_work, reason, verdicts = self._listen()
             if verdicts is not None:
-                return verdicts
+                return [_by_our_hashes(op, verdict) for verdict in verdicts]
             self.close()
             if at_work not in op.by_name or at_work == op.incumbent.name or at_work in out:
                 raise ContestError(f"{op.name}: the contest failed while at '{at_work}': {reason}")
@@ -173,25 +173,27 @@ class Worker:
         reader, writer = os.pipe()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         environment.pop("BAKEOFF_POLICY", None)
-        with _signals_later():
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "bakeoff.select.worker", str(writer)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=(writer,),
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for the parent, which then ends the worker
-            )
-        os.close(writer)
         self.answers = queue.Queue()
         self.complaints = b""
-        self.readers = [
-            threading.Thread(target=self._read, args=(reader, self.answers), daemon=True),
-            threading.Thread(target=self._drain, args=(self.process.stderr,), daemon=True),
-        ]
-        for thread in self.readers:
-            thread.start()
+        with _signals_later():
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "bakeoff.select.worker", str(writer)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(writer,),
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C is for the parent, which then ends the worker
+                )
+            finally:
+                os.close(writer)
+            self.readers = [
+                threading.Thread(target=self._read, args=(reader, self.answers), daemon=True),
+                threading.Thread(target=self._drain, args=(self.process.stderr,), daemon=True),
+            ]
+            for thread in self.readers:
+                thread.start()
 
     def _read(self, reader: int, answers: "queue.Queue[Answer | None]") -> None:
         torn = contextlib.suppress(msgspec.DecodeError)  # a line cut off by the worker's death
@@ -208,7 +210,8 @@ class Worker:
 
 @contextlib.contextmanager
 def _signals_later() -> Iterator[None]:
-    """Hold back signals whose handlers may raise: a process that has begun must have got its name."""
+    """Hold back signals whose handlers may raise: a process that has begun must have got its name, and what
+    it writes its readers."""
     before: dict[int, Any] = {}
     held: list[tuple[int, Any]] = []
     with contextlib.ExitStack() as at_the_end:
@@ -229,6 +232,15 @@ def _numerics() -> tuple[bool, int, str]:
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
     )
+
+
+def _by_our_hashes(op: Op, verdict: Verdict) -> Verdict:
+    """`verdict` with this process's source hashes: of a source that can't be read the worker has another."""
+    trials = tuple(
+        msgspec.structs.replace(trial, source_hash=op.by_name[trial.candidate].source_hash)
+        for trial in verdict.trials
+    )
+    return msgspec.structs.replace(verdict, trials=trials)
 
 
 def _candidate(stage: str) -> str:
@@ -288,6 +300,9 @@ def main(descriptor: int) -> None:
                 os._exit(end.code if isinstance(end.code, int) else 1)
             except Exception as error:  # the parent raises it as a ContestError
                 say(Answer(error=f"{type(error).__name__}: {error}"))
+            except BaseException as end:
+                print(f"{type(end).__name__}: {end}", file=sys.stderr, flush=True)
+                os._exit(1)
 
 
 if __name__ == "__main__":
