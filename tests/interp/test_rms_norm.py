@@ -380,6 +380,7 @@ def test_tilings_of_the_grid(case: Any) -> None:
         assert tiling.programs >= 1
 
 
+FLOAT8 = torch.float8_e4m3fn
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weight": ({"weight": torch.ones(3)}, ValueError, r"weight has shape \(3,\), expected \(4,\) = x.shape"),
     "residual": (
@@ -391,6 +392,16 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "NaN eps": ({"eps": float("nan")}, ValueError, "eps must be a finite number"),
     "offset": ({"offset": 1.0}, ValueError, "offset=1.0 is added to a weight, and weight is None"),
     "integers": ({"x": torch.ones(2, 4, dtype=torch.int64)}, TypeError, "x is torch.int64; convert it"),
+    "8 bits": (
+        {"x": torch.ones(2, 4).to(FLOAT8)},
+        TypeError,
+        "x is torch.float8_e4m3fn; .* at least 16 bits",
+    ),
+    "8 bits of residual": (
+        {"residual": torch.ones(2, 4).to(FLOAT8)},
+        TypeError,
+        "residual is torch.float8_e4m3fn; .* at least 16 bits",
+    ),
     "scalar": ({"x": torch.ones(())}, ValueError, "needs a last dimension"),
     "no features": ({"x": torch.ones(2, 0)}, ValueError, "needs a last dimension of at least 1"),
     "candidate": ({"impl": "cuda"}, Unsupported, "no candidate 'cuda'; it has eager, compiled, triton"),
@@ -403,6 +414,11 @@ def test_errors_name_the_fix(name: str) -> None:
     args, error, message = WRONG[name]
     with pytest.raises(error, match=message):
         public(**{"x": torch.ones(2, 4), **args})
+
+
+def test_a_weight_may_have_8_bits() -> None:
+    x, weight = torch.randn(2, 4), torch.full((4,), 0.5)
+    assert torch.equal(public(x, weight.to(FLOAT8)), public(x, weight))
 
 
 def test_eager_keeps_every_bit_of_a_wider_weight() -> None:

@@ -15,6 +15,8 @@ from bakeoff.select.key import layout, with_layout
 from bakeoff.select.op import Case, TensorMeta
 from bakeoff.select.verify import verify, yardsticks
 
+FLOAT8 = torch.float8_e4m3fn
+
 
 def tensors(B, T, H, HK, D, form="dense"):
     """Leaves q and k: dense, transposed from [B, H, T, D], or cut from a fused projection."""
@@ -66,7 +68,11 @@ def test_public_call_runs_triton_by_name():
         ({"q": torch.zeros(3, 4, 8)}, ValueError, r"q has shape \(3, 4, 8\), expected \[B, T, H, D\]"),
         ({"k": torch.zeros(2, 3, 2, 6)}, ValueError, r"k has shape .*expected \[2, 3, Hk, 8\]"),
         ({"k": torch.zeros(2, 3, 2, 8, dtype=torch.float16)}, TypeError, "cast one of them"),
-        ({"q": torch.zeros(2, 3, 4, 8, dtype=torch.int64)}, TypeError, "expected a floating dtype"),
+        ({"q": torch.zeros(2, 3, 4, 8, dtype=torch.int64)}, TypeError, "q is torch.int64; convert it"),
+        ({"q": torch.zeros(2, 3, 4, 8).to(FLOAT8)}, TypeError, "q is torch.float8_e4m3fn.*at least 16 bits"),
+        ({"k": torch.zeros(2, 3, 2, 8).to(FLOAT8)}, TypeError, "k is torch.float8_e4m3fn.*at least 16 bits"),
+        ({"cos": torch.zeros(3, 4).to(FLOAT8)}, TypeError, "cos is torch.float8_e4m3fn.*at least 16 bits"),
+        ({"sin": torch.zeros(3, 4).to(FLOAT8)}, TypeError, "sin is torch.float8_e4m3fn.*at least 16 bits"),
         ({"cos": torch.zeros(3, 1, 4)}, ValueError, r"cos has shape \(3, 1, 4\), expected \[S, R/2\]"),
         ({"sin": torch.zeros(4, 4)}, ValueError, r"sin is torch.float32\[4, 4\], expected .*\[3, 4\] as cos"),
         ({"cos": torch.zeros(3, 8), "sin": torch.zeros(3, 8)}, ValueError, r"must be cut: cos\[:, :4\]"),

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+import bakeoff
 from bakeoff.ops import byte_spectral
+from bakeoff.ops.byte_spectral import OP
 
 IDS = torch.zeros(2, 3, dtype=torch.uint8)
 GOOD: dict[str, Any] = {"table": torch.zeros(256, 2), "window": torch.ones(8), "omega": torch.ones(3)}
@@ -35,6 +37,11 @@ def test_bad_input_names_the_fix(
     call: dict[str, Any] = {"ids": IDS, **GOOD} | change
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), pytest.raises(error, match=message):
         byte_spectral(**call)
+
+
+@pytest.mark.parametrize("asked", [byte_spectral, OP, "byte_spectral"])
+def test_explain_takes_what_a_call_takes(asked: Any) -> None:
+    assert bakeoff.explain(asked, IDS, GOOD["table"], GOOD["window"]).op == "byte_spectral"
 
 
 @pytest.mark.parametrize("D", [None, 4])

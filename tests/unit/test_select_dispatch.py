@@ -459,6 +459,15 @@ def test_dynamic_lengths_compile_twice_at_most(op: Op) -> None:
     assert counter.frame_count == 2, "once for the first length, once for all"
 
 
+def test_an_op_that_no_global_holds_compiles(op: Op) -> None:
+    run = torch.compile(
+        lambda x, w, flag: op(x, w, flag) * 1.0, fullgraph=True, dynamic=True, backend="eager"
+    )
+    for rows in (4, 7):
+        x, w = torch.randn(rows, 8), torch.randn(8)
+        assert who(run(x, w, None), x, w) == "eager"
+
+
 def test_gradients_and_batches_of_sequences_compile(op: Op) -> None:
     learn(op, "two", regime="compiled")
     run = compiled(op)

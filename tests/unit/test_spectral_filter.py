@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from bakeoff.ops import spectral_filter
+from bakeoff.ops.spectral_filter import OP
+from bakeoff.select.op import Case, TensorMeta
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)])
@@ -20,6 +22,31 @@ def test_nothing_to_do_gives_the_weight_a_gradient_of_zeros(shape: tuple[int, ..
 def test_tensors_without_data() -> None:
     y = spectral_filter(torch.empty(2, 7, 3, device="meta"), torch.ones(2, 3, device="meta") + 0j)
     assert (y.shape, y.device.type) == ((2, 7, 3), "meta")
+
+
+def test_torch_export_leaves_the_length_open() -> None:
+    class Filter(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4, 8, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return spectral_filter(x, self.weight)
+
+    module = Filter()
+    shapes = {"x": {1: torch.export.Dim.DYNAMIC}}
+    exported = torch.export.export(module, (torch.randn(2, 20, 8),), dynamic_shapes=shapes).module()
+    for T in (20, 21, 34):
+        x = torch.randn(2, T, 8)
+        torch.testing.assert_close(exported(x), module(x))
+
+
+def test_a_bucket_has_no_more_weights_than_frequencies() -> None:
+    args = {
+        "x": TensorMeta.dense((2, 7, 3), torch.float32),
+        "weight": TensorMeta.dense((6, 3), torch.complex64),
+    }
+    assert OP.bucket(Case(args, "cpu")).weight.shape == (4, 3)
 
 
 def test_refusals() -> None:

@@ -243,7 +243,8 @@ def _traced(op: Op, args: Sequence[Any], impl: str | None) -> Any:
             if arg.layout is not torch.strided or arg.is_nested:
                 raise Unsupported(_other_layout(op.name, name, arg))
             comptime(_note_shape)
-            rows = arg.dim() - op.features.get(name, 0)
+            # With dynamic=True the number of an op that no global holds is a symbol.
+            rows = arg.dim() - operator.index(op.features.get(name, 0))
             features = tuple([operator.index(size) for size in arg.shape[rows:]])  # specialises these alone
             known.append((features, rows, arg.dtype, str(arg.device), arg.requires_grad))
         elif isinstance(arg, float):  # with dynamic=True a symbol, but selection may depend on it

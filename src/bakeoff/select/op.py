@@ -328,10 +328,12 @@ def _source(module: str, file: str = "") -> bytes | None:
         origin, loader = (spec.origin, spec.loader) if spec else (None, None)
     if origin is None:
         return None
-    path = str(Path(origin).with_name(file)) if file else origin
+    path = Path(origin).with_name(file) if file else Path(origin)
     try:
-        read: Callable[[str], bytes] = getattr(loader, "get_data", None) or (lambda p: Path(p).read_bytes())
-        return read(path)  # of what lies in an archive, too
+        if path.is_file():
+            return path.read_bytes()
+        from_archive: Callable[[str], bytes] | None = getattr(loader, "get_data", None)
+        return from_archive(str(path)) if from_archive else None
     except OSError:
         return None
 

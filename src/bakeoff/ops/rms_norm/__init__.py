@@ -36,7 +36,7 @@ def rms_norm(
 
     Raises:
         ValueError: shapes, eps or offset that don't fit; the message says what was expected.
-        TypeError: a dtype that isn't floating point.
+        TypeError: a dtype that isn't floating point of at least 16 bits (of the weight: floating point).
         bakeoff.errors.Unsupported: `impl` can't take these arguments; the message gives every reason.
 
     Source: Zhang & Sennrich 2019, Root Mean Square Layer Normalization, equation 4.

@@ -24,8 +24,11 @@ def check(case: Case) -> None:
             continue
         if not isinstance(value, TensorMeta):
             raise TypeError(f"rms_norm: {name} must be a tensor, got {value!r}")
-        if not value.dtype.is_floating_point:
-            raise TypeError(f"rms_norm: {name} is {value.dtype}; convert it to a floating point dtype")
+        least = 1 if name == "weight" else 2  # bytes: a weight is widened before it is used
+        if not value.dtype.is_floating_point or value.dtype.itemsize < least:
+            raise TypeError(
+                f"rms_norm: {name} is {value.dtype}; convert it to a floating point dtype of at least 16 bits"
+            )
     if not x.shape or x.shape[-1] == 0:
         raise ValueError(f"rms_norm: x has shape {x.shape}; it needs a last dimension of at least 1 element")
     features = x.shape[-1:]

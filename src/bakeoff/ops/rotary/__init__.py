@@ -29,8 +29,8 @@ def rotary(
         q: [B, T, H, D], float16, bfloat16, float32 or float64. Views are taken as they are, without a copy,
             while their last dimension is contiguous: slices of a fused projection, a transposed [B, H, T, D].
         k: [B, T, Hk, D] of the same dtype; Hk may differ from H (grouped queries).
-        cos: [S, R/2] with R <= D, S >= T; float32 or any other floating dtype. Without `position_ids` token t
-            takes row t, so a table made for the longest sequence serves every shorter one.
+        cos: [S, R/2] with R <= D, S >= T; float32 or another floating dtype of 16 bits or more. Token t takes
+            row t, so a table made for the longest sequence serves every shorter one, but see `position_ids`.
         sin: as `cos`.
         interleaved: pairs are neighbours (GPT-J) instead of halves (GPT-NeoX, Llama).
         position_ids: int32 or int64, [T] or [B, T]: the row of each token. Values are not checked, which

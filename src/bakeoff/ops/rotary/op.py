@@ -22,8 +22,7 @@ def check(case: Case) -> None:
         meta = case.args[name]
         if not isinstance(meta, TensorMeta) or len(meta.shape) != 4:
             raise ValueError(f"rotary: {name} has shape {_shape(meta)}, expected [B, T, H, D]")
-        if not meta.dtype.is_floating_point:
-            raise TypeError(f"rotary: {name} is {meta.dtype}, expected a floating dtype: cast it first")
+        _check_dtype(name, meta.dtype)
     q, k, cos, sin = case.q, case.k, case.cos, case.sin
     B, T, _, D = q.shape
     if (k.shape[0], k.shape[1], k.shape[3]) != (B, T, D):
@@ -33,8 +32,7 @@ def check(case: Case) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
         if not isinstance(table, TensorMeta) or len(table.shape) != 2:
             raise ValueError(f"rotary: {name} has shape {_shape(table)}, expected [S, R/2], S positions")
-        if not table.dtype.is_floating_point:
-            raise TypeError(f"rotary: {name} is {table.dtype}, expected a floating dtype: cast it first")
+        _check_dtype(name, table.dtype)
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         raise ValueError(
             f"rotary: sin is {sin.dtype}{list(sin.shape)}, expected {cos.dtype}{list(cos.shape)} as cos"
@@ -48,6 +46,13 @@ def check(case: Case) -> None:
     if not isinstance(case.interleaved, bool):
         raise TypeError(f"rotary: interleaved is {case.interleaved!r}, expected True or False")
     _check_positions(case.position_ids, cos.shape[0], B, T)
+
+
+def _check_dtype(name: str, dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise TypeError(
+            f"rotary: {name} is {dtype}; convert it to a floating point dtype of at least 16 bits"
+        )
 
 
 def _check_positions(ids: object, rows: int, B: int, T: int) -> None:

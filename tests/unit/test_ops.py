@@ -1,0 +1,66 @@
+"""Every op's public function: its defaults, and what it is inside torch.compile and torch.jit.trace."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import randn
+
+import bakeoff
+from bakeoff.ops.rotary import rotary_tables
+from bakeoff.select import Op, find_op
+from tests.unit.test_declarations import NAMES
+
+ARGS: dict[str, Callable[[int], tuple[torch.Tensor, ...]]] = {
+    "byte_spectral": lambda T: (torch.randint(256, (2, T), dtype=torch.uint8), randn(256, 1), torch.ones(4)),
+    "long_conv": lambda T: (randn(2, T, 8), randn(8, 16)),
+    "pole_scan": lambda T: (randn(2, T, 8), -torch.rand(8, 3), randn(8, 3), randn(8, 3) + 0j),
+    "rms_norm": lambda T: (randn(2, T, 8), randn(8)),
+    "rotary": lambda T: (randn(2, T, 2, 8), randn(2, T, 2, 8), *rotary_tables(T, 8)),
+    "spectral_filter": lambda T: (randn(2, T, 8), randn(4, 8) + 0j),
+    "swiglu": lambda T: (randn(2, T, 8),),
+}
+"""A call's tensors at length T."""
+UNTRACED = {"long_conv", "pole_scan"}
+"""They ask a length for its bits, and lengths are tensors in torch.jit.trace."""
+
+
+@pytest.fixture(params=NAMES)
+def op(request: pytest.FixtureRequest) -> Op:
+    return find_op(request.param)
+
+
+def test_public_function_and_reference_share_their_defaults(op: Op) -> None:
+    public = inspect.signature(getattr(bakeoff.ops, op.name)).parameters
+    reference = inspect.signature(op.reference).parameters
+    assert {name: p.default for name, p in public.items() if name != "impl"} == {
+        name: p.default for name, p in reference.items()
+    }
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_torch_compile_leaves_the_length_open(op: Op, dynamic: bool | None) -> None:
+    """A few graphs for all lengths: after eight torch.compile gives up."""
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    plain = getattr(bakeoff.ops, op.name)
+    compiled = torch.compile(plain, fullgraph=True, dynamic=dynamic, backend=count)
+    for T in range(20, 35):
+        args = ARGS[op.name](T)
+        torch.testing.assert_close(compiled(*args), plain(*args))
+    assert len(graphs) <= 5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_torch_jit_trace_gives_the_same(op: Op, request: pytest.FixtureRequest) -> None:
+    if op.name in UNTRACED:
+        request.applymarker(pytest.mark.xfail(raises=AttributeError, strict=True))
+    plain, args = getattr(bakeoff.ops, op.name), ARGS[op.name](20)
+    torch.testing.assert_close(torch.jit.trace(plain, args)(*args), plain(*args))
