@@ -10,7 +10,7 @@ LANES := $(VENV)/bin/python scripts/lanes.py
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(READY) ## set up and run the main job: doctor, tune, train on real text, report
+demo: $(READY) ## set up and run the main job: tune, train two models on real text, and compare them
 	@$(VENV)/bin/bakeoff demo
 
 test: $(READY) ## set up, lint, and run every test lane that this machine can run

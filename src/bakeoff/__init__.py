@@ -49,14 +49,16 @@ _WHERE = {
     "using": "bakeoff.select.policy",
 }
 
+_MODULES = ("causal", "errors", "graphs", "hardware", "models", "nn", "ops", "optim", "select", "train")
+
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(importlib.import_module(_WHERE[name]), name)
-    if name in ("causal", "errors", "graphs", "hardware", "models", "nn", "ops", "optim", "select", "train"):
+    if name in _MODULES:
         return importlib.import_module(f"bakeoff.{name}")
     raise AttributeError(f"module 'bakeoff' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_MODULES})

@@ -1,6 +1,7 @@
 """Two models trained alike: equal parameters, a judge that seed noise can't fool, a file that lasts."""
 
 import json
+import logging
 import random
 import re
 import statistics
@@ -35,6 +36,7 @@ from bakeoff.compare.page import filled
 from bakeoff.models import build
 from bakeoff.select import policy
 from bakeoff.train import ConfigError, resolve
+from bakeoff.train import Result as TrainResult
 from bakeoff.train.data import Batches, ByteCorpus, split
 
 SMALL = [
@@ -252,7 +254,7 @@ def test_data_too_short_to_train_on_leave_no_folder(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_bytes(b"x" * 300)
     both = pair("llm-med-tiny", "llm-med-tiny", ["train.seq_len=256"], data=str(short), device="cpu", steps=1)
-    with pytest.raises(CompareError, match=r"train\.seq_len=256 needs at least 514: give longer --data"):
+    with pytest.raises(CompareError, match=r"train\.seq_len=256: .* 257 there.*: give longer --data or set"):
         compare(*both, tmp_path / "out", lengths=[64])
     assert not (tmp_path / "out").exists()
 
@@ -271,6 +273,37 @@ def test_bytes_a_step_stay_about_constant(text: Path) -> None:
     found = [(c.seq_len, c.train.batch_size) for c in (sized(first, n) for n in (16, 24, 64, 500))]
     assert found == [(16, 4), (24, 2), (64, 1), (500, 1)]
     assert sized(first, 500).model.max_seq_len == 500
+
+
+def test_what_a_large_holdout_leaves_is_named(text: Path, tmp_path: Path) -> None:
+    both = small_pair(text, "data.holdout=0.99")
+    with pytest.raises(CompareError, match=r"--lengths 256: .*of which 90 are .*or a smaller data\.holdout"):
+        compare(*both, tmp_path / "out", lengths=[256])
+
+
+def test_parameters_stay_equal_over_lengths(text: Path) -> None:
+    first, second = small_pair(text, "first.model.filter=taps", "first.model.taps=0")
+    first = match(first, parameters(second.model))
+    for length in (16, 500):
+        assert parameters(sized(first, length).model) == parameters(first.model)
+        assert parameters(sized(second, length).model) == parameters(second.model)
+
+
+def test_inference_drops_nothing(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = {"step": set[bool](), "infer": set[bool]()}
+
+    class Watched(speed.Stage):
+        def step(self) -> None:
+            training["step"].add(self.model.training)
+            super().step()
+
+        def infer(self) -> torch.Tensor:
+            training["infer"].add(self.model.training)
+            return super().infer()
+
+    monkeypatch.setattr(speed, "Stage", Watched)
+    speed.measured(*small_pair(text, "model.dropout=0.5"), 16, CPU, lambda text: None)
+    assert training == {"step": {True}, "infer": {False}}
 
 
 def test_memory_that_ends_is_a_row(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +338,25 @@ def test_other_errors_are_not_called_memory(text: Path, monkeypatch: pytest.Monk
 
 def test_models_take_turns() -> None:
     assert quality.order(2) == [("first", 0), ("second", 0), ("first", 1), ("second", 1)]
+
+
+def test_the_speed_of_a_resumed_run_is_of_its_steps(text: Path, tmp_path: Path) -> None:
+    config, _ = small_pair(text)
+    metrics = [
+        {"event": "train", "step": 20, "steps": 20, "tokens_per_s": 100.0},
+        {"event": "resume", "step": 20},
+        {"event": "train", "step": 25, "steps": 5, "tokens_per_s": 400.0},
+    ]
+    shared = {"bits_per_byte": 2.0, "seconds": 1.0, "peak_bytes": 1}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row | shared) + "\n" for row in metrics))
+    result = TrainResult(
+        run_dir=tmp_path, checkpoint=None, steps=25, seconds=1.0, bits_per_byte_before=8.0,
+        bits_per_byte_after=2.0, tokens_per_s=400.0, skipped=0, stopped="steps", selection=(),
+    )  # fmt: skip
+    run = quality.compared(result, config, "first", CPU)
+    assert run.tokens_per_s == pytest.approx(25 / (20 / 100 + 5 / 400))
+    row_bytes = config.train.batch_size * config.seq_len
+    assert run.seconds == pytest.approx(row_bytes * (20 / 100 + 5 / 400))
 
 
 def test_curves_are_thinned() -> None:
@@ -396,6 +448,24 @@ def _resumes(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "optim.lr=0.1, was 0.003" in other.stderr
 
 
+def test_other_data_are_not_pooled(text: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out, said = Path("out"), "does not say what its data were"
+
+    def compared(*, resume: bool) -> comparing.Document:
+        return compare(*small_pair(text), out, seeds=1, lengths=[16], resume=resume)
+
+    assert compared(resume=False).data_bytes == len(text.read_bytes())
+    document = compared(resume=True)
+    text.write_bytes(text.read_bytes()[::-1])
+    with pytest.raises(CompareError, match=r"other bytes of .*book\.txt \(9000 then, 9000 now\)"):
+        compared(resume=True)
+    document.data_bytes, document.data_digest = 0, ""
+    write(out, document)
+    with caplog.at_level(logging.WARNING, "bakeoff"):
+        assert not compared(resume=True).data_digest
+    assert caplog.text.count(said) == 1
+
+
 def test_an_interruption_keeps_what_is_done(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = comparing.trained
 
@@ -432,7 +502,7 @@ def test_one_recipe_against_itself(text: Path) -> None:
     assert (document.first.name, document.second.name) == ("llm-med-tiny-first", "llm-med-tiny-second")
     assert document.first.parameters == document.second.parameters
     assert document.runs[0].bits_per_byte != document.runs[1].bits_per_byte
-    assert "one seed" in done.stdout
+    assert "use --seeds 2 or more (3 are advised)" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -443,7 +513,7 @@ def test_one_recipe_against_itself(text: Path) -> None:
         (["--lengths", "16,x"], 1, "such as 256,1024,4096"),
         (["--lengths", ""], 1, "such as 256,1024,4096"),
         (["--lengths", "1"], 1, "at least 2 bytes"),
-        (["--lengths", "16,100000"], 1, "at least 200002: give longer --data or leave that length out"),
+        (["--lengths", "16,100000"], 1, "give longer --data or leave that length out\n"),
         (["byte-spectrl"], 1, "did you mean 'byte-spectral'"),
         (["llm-med", "llm-med", "llm-med"], 2, "two recipes are compared"),
         (["train.steps=4"], 1, "use --steps"),
@@ -455,6 +525,12 @@ def test_errors_name_the_fix(more: list[object], status: int, says: str, text: P
     assert done.exit_code == status, done.output
     assert says in done.stderr
     assert not Path("out").exists()
+
+
+def test_how_many_seeds_a_verdict_needs_is_said_once(text: Path) -> None:
+    assert "2 or more (3 are advised)" in " ".join(cli("--help").stdout.split())
+    with pytest.raises(CompareError, match=r"2 or more \(3 are advised\)"):
+        compare(*small_pair(text), Path("out"), seeds=0)
 
 
 def test_options_that_need_others() -> None:
@@ -499,6 +575,10 @@ def test_a_page_is_filled_between_its_marks(tmp_path: Path) -> None:
     assert text.startswith("before\n<!-- comparison: results/mine -->\n**")
     assert text.endswith("<!-- end -->\nafter\n")
     assert "old" not in text
+    assert "enwik8-4MB.txt, rows" in text
     assert f"{document.first.parameters:,}" in text
     assert "images/mine-curves.svg" in text
     assert filled(text, tmp_path) == text
+    document.data_bytes = 4_000_000
+    write(tmp_path / "results" / "mine", document)
+    assert "enwik8-4MB.txt of 4,000,000 bytes, rows" in filled(page, tmp_path)

@@ -55,6 +55,14 @@ def test_overrides_are_read_by_the_type_of_their_key() -> None:
     assert (config.train.run_dir, config.recipe, config.train.steps) == ("a b = c", 'q"x', 1000)
 
 
+@pytest.mark.parametrize(("text", "number"), [(".1", 0.1), ("1.", 1.0), ("1e3", 1000.0), ("+1.e-3", 0.001)])
+def test_floats_are_read_as_python_writes_them(text: str, number: float) -> None:
+    assert resolve(Config(), None, [f"train.max_seconds={text}"]).train.max_seconds == number
+    assert resolve(recipe("llm-med"), None, [f"model.logit_cap={text}"]).model == msgspec.structs.replace(
+        recipe("llm-med").model, logit_cap=number
+    )
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_resolve_and_round_trip(name: str, tmp_path: Path) -> None:
     config = recipe(name)
@@ -120,6 +128,9 @@ def test_printed_toml_reads_back_equal(
         ("optim.lr=inf", "optim: lr=inf must be a finite number"),
         ("optim.clip=nan", "optim.clip: expected float >= 0.0, got nan"),
         ("train.max_seconds=inf", "train: max_seconds=inf must be a finite number"),
+        ("optim.lr=Infinity", "optim: lr=inf must be a finite number"),
+        ("model.dropout=.1.", "model.dropout: expected float, got '.1.'"),
+        ("train.steps=1e3", "train.steps: expected int, got 1000.0"),
         ("train.seed=9223372036854775808", "train.seed: expected int <= 9223372036854775807, got 9223372036"),
         ("train.seed=99999999999999999999999", "train.seed: expected int <= 9223372036854775807, got 99999"),
         ("train.precision=fp8", "train.precision: expected one of auto, float32, bf16, got 'fp8'"),
@@ -144,7 +155,7 @@ def test_wrong_overrides_name_the_key_and_the_fix(override: str, message: str) -
         ("[train]\nstep = 1\n", "unknown key 'train.step'; did you mean train.steps?"),
         ("train = 3\n", "train is a table of keys, got 3: write [train]"),
         ('[train]\nsteps = "many"\n', "train.steps: expected int, got 'many'"),
-        ("[select]\nrms_norm = 3\n", "select.OP: expected str"),
+        ("[select]\nrms_norm = 3\n", "select.rms_norm: expected str, got 3"),
         ("[train\n", "is not TOML"),
     ],
 )

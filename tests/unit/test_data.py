@@ -69,6 +69,33 @@ def test_a_home_that_no_one_knows_is_named() -> None:
         ByteCorpus.open("~nosuchuser/x")
 
 
+def test_a_digest_is_of_the_bytes_in_their_order(tmp_path: Path) -> None:
+    whole, parts, other = tmp_path / "whole.txt", tmp_path / "parts", tmp_path / "other.txt"
+    whole.write_bytes(b"abcdef")
+    parts.mkdir()
+    (parts / "1").write_bytes(b"abc")
+    (parts / "2").write_bytes(b"def")
+    other.write_bytes(b"fedcba")
+    digests = [ByteCorpus.open(path).digest() for path in (whole, parts, other)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_of_large_data_the_digest_reads_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "DIGEST_PIECE", 4)
+    monkeypatch.setattr(data, "DIGEST_PIECES", 3)
+    path = tmp_path / "large.txt"
+
+    def digest(content: bytes) -> str:
+        path.write_bytes(content)
+        return ByteCorpus.open(path).digest()
+
+    zeros = digest(bytes(30))
+    assert digest(bytes(9) + b"x" + bytes(20)) == zeros  # between the pieces
+    assert digest(bytes(20) + b"x" + bytes(9)) != zeros
+    assert digest(bytes(31)) != zeros
+    assert digest(bytes(11) + b"x") != digest(bytes(12))  # small enough to be read whole
+
+
 def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "OPEN_MAPS", 3)
     corpus, text = corpus_of(tmp_path, [5] * 40)
@@ -106,9 +133,12 @@ def test_missing_empty_unreadable_and_short_data_name_the_path_and_the_fix(
         ByteCorpus.open("/dev/null")
     short = tmp_path / "short.txt"
     short.write_bytes(b"x" * 129)
-    with pytest.raises(DataError, match=r"short.txt holds 129 bytes; rows of 64 bytes need at least 130"):
+    left = r"short.txt holds 129 bytes, of which 64 are left to train on; rows of 64 bytes need at least 65 "
+    with pytest.raises(DataError, match=f"{left}there and 65 held out: .*smaller train.seq_len$"):
         split(ByteCorpus.open(short), 0.1, 64)
     short.write_bytes(b"x" * 130)
+    with pytest.raises(DataError, match=r"130 bytes, of which 13 are left .*, or a smaller data\.holdout$"):
+        split(ByteCorpus.open(short), 0.9, 64)
     assert split(ByteCorpus.open(short), 0.1, 64) == (range(65), range(65, 130))
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
     with pytest.raises(DataError, match=r"short.txt: permission denied.*chmod"):

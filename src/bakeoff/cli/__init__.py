@@ -116,7 +116,7 @@ def main(verbose: int, quiet: bool, debug: bool) -> None:
 
 @main.command("demo")
 @click.option(
-    "--seconds", type=Finite(1), help="Training time of each. [default: 45 on the CPU, 60 on a GPU]"
+    "--seconds", type=Finite(1), help="Training time of each. [default: 45 on the CPU, up to 60 on a GPU]"
 )
 @DATA
 @click.option("--out", type=FILE, help="Folder of the runs. [default: runs/demo-DATE-TIME]")
@@ -252,7 +252,7 @@ def bench(
               help="Wall time of every run. [default: 1 on the CPU, 3 on a GPU]")  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), help="Steps of every run, instead of --minutes.")
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True,
-              help="Runs of each model; a winner needs at least 2.")  # fmt: skip
+              help="Runs of each model; a winner needs 2 or more (3 are advised).")  # fmt: skip
 @click.option("--lengths", default="256,1024,4096", show_default=True,
               help="Bytes a row at which speed is measured.")  # fmt: skip
 @click.option("--size", type=click.Choice(["tiny", "small"]),

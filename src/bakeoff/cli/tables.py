@@ -70,6 +70,8 @@ def standing(table: Table, row: Verdict, device: str) -> str:
 
 def export(file: Path, device: str) -> None:
     """Copy this machine's table."""
+    if file.is_dir():
+        raise TableError(f"{file} is a folder: give a file in it, such as {file / 'table.json'}")
     own = policy.store.path(device_named(device))
     if not _exists(own):
         raise TableError(f"there is no table at {own} yet: run bakeoff tune RECIPE first")

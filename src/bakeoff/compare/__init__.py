@@ -1,5 +1,6 @@
 """Two models trained alike, and which of them is better: `compare`, behind ``bakeoff compare``."""
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from bakeoff.compare.speed import measured
 from bakeoff.compare.stage import settled
 from bakeoff.parallel import launched
 from bakeoff.train import Config
+from bakeoff.train.data import ByteCorpus
 from bakeoff.train.device import pick_device
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "table",
     "winner",
 ]
+
+log = logging.getLogger(__name__)
 
 Hear = Callable[[str], None]
 
@@ -73,7 +77,7 @@ def compare(
 
     Raises:
         CompareError: parameters that can't be made equal; data too short for a length; `out` that holds a
-            comparison, or with `resume` one of other settings or another machine.
+            comparison, or with `resume` one of other settings, other data or another machine.
         KeyboardInterrupt: Ctrl-C; what was done is kept.
 
     Example:
@@ -82,7 +86,9 @@ def compare(
         >>> found = compare(*both, Path("runs/compared"))  # doctest: +SKIP
     """
     if seeds < 1:
-        raise CompareError(f"--seeds {seeds}: at least one run a model is needed, 3 or more for a verdict")
+        raise CompareError(
+            f"--seeds {seeds}: a model needs at least one run, for a verdict 2 or more (3 are advised)"
+        )
     if launched() > 1:
         raise CompareError("a comparison runs in one process: start it without torchrun")
     check_lengths(lengths, second)
@@ -134,6 +140,8 @@ def _opened(
     if exists and not resume:
         raise CompareError(f"{out} holds a comparison: add --resume to go on with it, or give another --out")
     held = read(out) if exists else None
+    data = ByteCorpus.open(configs["second"].data.path)
+    digest = data.digest()
     if held is None:
         return Document(
             env=env,
@@ -141,6 +149,8 @@ def _opened(
             second=models["second"],
             seeds=seeds,
             lengths=sorted(set(lengths)),
+            data_bytes=len(data),
+            data_digest=digest,
         )
     if held.env.comparable != env.comparable:
         raise CompareError(
@@ -153,6 +163,13 @@ def _opened(
                 f"{out} holds a comparison of other settings ({', '.join(changed)}): set these back, or give "
                 "another --out"
             )
+    if not held.data_digest:
+        log.warning("%s does not say what its data were: make sure that they are today's %s", out, data.name)
+    elif (held.data_bytes, held.data_digest) != (len(data), digest):
+        raise CompareError(
+            f"{out} holds a comparison on other bytes of {data.name} ({held.data_bytes} then, {len(data)} "
+            "now): restore them, or give another --out"
+        )
     held.seeds, held.lengths = max(seeds, held.seeds), sorted({*lengths, *held.lengths})
     held.verdict = held.crossover = None
     return held

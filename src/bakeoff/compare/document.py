@@ -76,6 +76,10 @@ class Document(msgspec.Struct, kw_only=True):
     second: Model
     seeds: int
     lengths: list[int]
+    data_bytes: int = 0
+    """How many bytes the data are, training and held out; 0 where that isn't known."""
+    data_digest: str = ""
+    """Of these bytes, as `ByteCorpus.digest` gives it."""
     runs: list[Run] = []
     speed: list[Speed] = []
     verdict: Verdict | None = None

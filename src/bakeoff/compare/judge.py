@@ -45,7 +45,10 @@ def winner(first: Sequence[float | None], second: Sequence[float | None]) -> Ver
     difference = statistics.fmean(ours) - statistics.fmean(theirs)
     shown = f"first - second = {difference:+.4f}"
     if min(len(ours), len(theirs)) < 2:
-        text = f"no winner: one seed does not show seed noise ({shown} bits/byte); use --seeds 3 or more"
+        text = (
+            f"no winner: one seed does not show seed noise ({shown} bits/byte); "
+            "use --seeds 2 or more (3 are advised)"
+        )
         return Verdict(None, difference, None, text)
     half = _half_width(ours, theirs)
     shown += f" +- {half:.4f} bits/byte"

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from bakeoff.compare.document import SIDES, Place, Speed
 from bakeoff.compare.equal import CompareError, lengthened
+from bakeoff.models import byte_spectral
 from bakeoff.train import Config, DataError
 from bakeoff.train.data import ByteCorpus, split
 
@@ -25,17 +28,19 @@ def check_lengths(lengths: Sequence[int], config: Config) -> None:
     }
     for name, (length, instead) in asked.items():
         try:
-            split(corpus, config.data.holdout, length)
-        except DataError:
-            raise CompareError(
-                f"{corpus.name} holds {len(corpus)} bytes, and {name} needs at least {2 * (length + 1)}: "
-                f"give longer --data or {instead}"
-            ) from None
+            split(corpus, config.data.holdout, length, f"give longer --data or {instead}")
+        except DataError as error:
+            raise CompareError(f"{name}: {error}") from None
 
 
 def sized(config: Config, length: int) -> Config:
-    """`config` with rows of `length` bytes, of which a step has about as many bytes as before."""
+    """`config` with rows of `length` bytes, of which a step has about as many bytes as before, and with
+    filters as long as before, so that parameters stay equal."""
     rows = max(1, config.train.batch_size * config.seq_len // length)
+    model = config.model
+    if isinstance(model, byte_spectral.Config):
+        model = msgspec.structs.replace(model, taps=model.n_taps)
+        config = msgspec.structs.replace(config, model=model)
     return lengthened(config, length, batch_size=rows, accumulate=1)
 
 

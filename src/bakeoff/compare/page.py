@@ -36,7 +36,8 @@ def block(folder: str, root: Path) -> str:
     limit = f"{train['steps']} steps" if train["steps"] else f"{train['max_seconds']:.0f} s of training"
     rows = train["seq_len"] or document.second.config["model"]["max_seq_len"]
     name = Path(folder).name
-    what = f"{data}, rows of {rows} bytes, {limit} a run"
+    size = f" of {document.data_bytes:,} bytes" if document.data_bytes else ""
+    what = f"{data}{size}, rows of {rows} bytes, {limit} a run"
     where = f"[{folder}/compare.json](../{folder}/compare.json)"
     parts = [
         f"**{env.device}**, torch {env.torch}, {env.date[:10]}; {what} ({where}).",

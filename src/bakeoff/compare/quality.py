@@ -66,10 +66,11 @@ def compared(result: Result, config: Config, side: Place, device: torch.device) 
     """What a comparison keeps of a run."""
     rows: Sequence[dict[str, Any]] = read_metrics(result.run_dir / "metrics.jsonl")
     windows = [row for row in rows if row.get("event") == "train"]
-    speeds = [row["tokens_per_s"] for row in windows if row["tokens_per_s"]]
+    timed = [row for row in windows if row["tokens_per_s"]]
     speed = result.tokens_per_s
-    if speeds and any(row.get("event") == "resume" for row in rows):
-        speed = statistics.harmonic_mean(speeds)  # the result knows the last part only
+    if timed and any(row.get("event") == "resume" for row in rows):  # the result knows the last part only
+        steps = [row["steps"] for row in timed]
+        speed = statistics.harmonic_mean([row["tokens_per_s"] for row in timed], weights=steps)
     tokens = result.steps * config.train.batch_size * config.seq_len
     peaks = [row["peak_bytes"] for row in windows]
     curve = [(row["seconds"], row["step"], row["bits_per_byte"]) for row in windows]

@@ -278,7 +278,10 @@ def latest(path: str | Path) -> Checkpoint | None:
             log.warning("%s; falling back to the checkpoint before it", error)
             problems.append(str(error))
     if problems:
-        raise CheckpointError(f"no checkpoint of {path} can be used: {'; '.join(problems)}")
+        raise CheckpointError(
+            f"no checkpoint of {path} can be used: {'; '.join(problems)}. Give another run, or train anew in "
+            "another train.run_dir"
+        )
     return None
 
 

@@ -4,6 +4,7 @@
 checks every key and type. `to_toml` writes a Config so that reading it gives the same Config.
 """
 
+import contextlib
 import difflib
 import json
 import math
@@ -366,10 +367,14 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _parse(text: str, kind: Any) -> Any:
-    """The value that `text` stands for: TOML, or the bare text where it is none or a string is wanted."""
+    """The value that `text` stands for: TOML, or the bare text where it is none or a string is wanted; as a
+    float also what Python writes so, such as .1 or 1."""
     wants_text = kind is str or typing.get_origin(kind) is Literal
     if wants_text and text[:1] not in ("'", '"'):
         return text
+    if getattr(kind, "__origin__", kind) is float:
+        with contextlib.suppress(ValueError):
+            return float(text)
     try:
         value = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -400,14 +405,19 @@ def _readable(error: str, tree: Mapping[str, Any]) -> str:
     """msgspec's message with the key first: ``train.steps: expected int, got str 'abc'``."""
     message, at, path = error.partition(" - at `$")
     message = message.replace("`", "")
-    key = path.removesuffix("`").lstrip(".").replace("select.ops[...]", "select.OP")
+    key = path.removesuffix("`").lstrip(".")
     if not at or not key:
         return message
     section, _, last = key.partition(".")
     if not last:
         return f"{key}: {message}"  # a whole section's own check, which names its keys
+    values = tree[section]
+    if last == "ops[...]":  # which of them is not said
+        values = values["ops"]
+        last = next(op for op, forced in values.items() if not isinstance(forced, str))
+        key = f"{section}.{last}"
     kind = _fields(_section(_fields(Config)[section], tree[section])).get(last)
-    value = tree[section].get(last)
+    value = values.get(last)
     if typing.get_origin(kind) is Literal:
         return f"{key}: expected one of {', '.join(typing.get_args(kind))}, got {value!r}"
     if message.startswith("Invalid value"):  # the tag that names the kind of model

@@ -5,6 +5,8 @@ rows a step takes is a pure function of (seed, step): nothing has to be remember
 and any number of ranks sees the same global batch, each its slice.
 """
 
+import hashlib
+import math
 import mmap
 import os
 import stat
@@ -37,6 +39,7 @@ __all__ = [
 
 Bytes = npt.NDArray[np.uint8]
 
+DIGEST_PIECES, DIGEST_PIECE = 128, 2**20
 OPEN_MAPS = 256  # a mapped file holds a file descriptor, and 1024 of them is a usual limit
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -107,6 +110,15 @@ class ByteCorpus:
             index += 1
         return out
 
+    def digest(self) -> str:
+        """SHA-256 of the number of bytes and of all of them; of more than 128 MiB only 1 MiB in every 128th
+        part is read."""
+        total = len(self)
+        found = hashlib.sha256(str(total).encode())
+        for start in range(0, total, max(DIGEST_PIECE, math.ceil(total / DIGEST_PIECES))):
+            found.update(self.read(start, min(DIGEST_PIECE, total - start)).data)
+        return found.hexdigest()
+
     def _map(self, index: int) -> mmap.mmap:
         found = self._maps.get(index)
         if found is not None:
@@ -163,16 +175,23 @@ def _readable_size(file: Path) -> int:
     return size
 
 
-def split(corpus: ByteCorpus, holdout: float, seq_len: int) -> tuple[range, range]:
+def split(
+    corpus: ByteCorpus,
+    holdout: float,
+    seq_len: int,
+    fix: str = "give a longer data.path or a smaller train.seq_len",
+) -> tuple[range, range]:
     """(bytes to train on, held-out bytes): the held-out ones are one piece at the end, `holdout` of all, but
-    at least one row. Raises DataError when either part is shorter than the seq_len + 1 bytes of a row."""
+    at least one row. Raises DataError, which names `fix`, when either part is shorter than the seq_len + 1
+    bytes of a row."""
     row = seq_len + 1
     total = len(corpus)
     tail = max(int(total * holdout), row)
     if total - tail < row:
+        smaller = ", or a smaller data.holdout" if total >= 2 * row else ""
         raise DataError(
-            f"{corpus.name} holds {total} bytes; rows of {seq_len} bytes need at least {2 * row}, "
-            "half of them held out: give a longer data.path or a smaller train.seq_len"
+            f"{corpus.name} holds {total} bytes, of which {max(0, total - tail)} are left to train on; rows "
+            f"of {seq_len} bytes need at least {row} there and {row} held out: {fix}{smaller}"
         )
     return range(total - tail), range(total - tail, total)
 
