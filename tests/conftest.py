@@ -8,6 +8,7 @@ import importlib.util
 import os
 import random
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from importlib.metadata import version
@@ -21,10 +22,16 @@ HERE = Path(__file__).parent
 # is written below the home folder, and no earlier run's compiled kernels hide a failure to compile.
 CACHE = tempfile.mkdtemp(prefix="bakeoff-test-")
 os.environ["BAKEOFF_CACHE"] = f"{CACHE}/bakeoff"
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["BAKEOFF_TEST_RUN"] = CACHE  # one folder for all workers
 os.environ["TRITON_CACHE_DIR"] = f"{CACHE}/triton"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{CACHE}/inductor"
 os.environ.pop("BAKEOFF_POLICY", None)
 os.environ["OMP_NUM_THREADS"] = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+
+# A script's jobs in the background ignore Ctrl-C, and so would every program that a test interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _without_triton() -> str | None:

@@ -15,7 +15,8 @@ from bakeoff.train.config import Config, Data, Metrics, Parallel, Select, Train,
 from bakeoff.train.metrics import read_metrics
 
 DEAD_AFTER_S = 3
-LIMIT_S = 60
+SOON_S = 60  # a few seconds on a busy machine; the time limit of collectives is 10 minutes
+LIMIT_S = 120
 
 PROGRAM = """
     import os, signal, sys, time
@@ -113,30 +114,35 @@ def ended(settings: Path, world: int, who: int, what: str) -> tuple[list[str], f
 @pytest.mark.parametrize(("world", "who"), [(3, 1), (2, 0)])
 def test_a_killed_rank_is_named_within_seconds(settings: Path, world: int, who: int) -> None:
     said, seconds = ended(settings, world, who, "SIGKILL")
-    assert seconds < DEAD_AFTER_S + 10
+    assert seconds < SOON_S
     for text in said:
         assert f"rank {who}" in text.splitlines()[-1]
         assert "is dead: no sign of life for 3 s" in text or "can't be reached" in text
-        assert "it goes on from its last checkpoint" in text or f"rank {who}, which keeps" in text
+        assert "it goes on from its last checkpoint" in text
 
 
 def test_a_rank_that_hangs_is_named_within_seconds(settings: Path) -> None:
     """Its connections stay open, so no collective breaks by itself."""
     (text,), seconds = ended(settings, 2, 1, "SIGSTOP")
-    assert seconds < DEAD_AFTER_S + 12
+    assert seconds < SOON_S
     assert "rank 1 is dead: no sign of life for 3 s, last" in text
+    assert "it goes on from its last checkpoint" in text
 
 
 def test_a_rank_that_fails_is_quoted(settings: Path) -> None:
     (text,), seconds = ended(settings, 2, 1, "raises")
-    assert seconds < DEAD_AFTER_S + 10
-    assert "RankError: rank 1 failed with ValueError: rank of bad luck" in text
+    assert seconds < SOON_S
+    assert "rank 1 failed with ValueError: rank of bad luck" in text
+
+
+# Finds a port of its own, at an address that needs no name service.
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+            "--nproc-per-node", "2"]  # fmt: skip
 
 
 def test_torchrun_from_the_command_line(settings: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-    command += [str(free_port()), "-m", "bakeoff", "train", "--config", str(settings), "train.steps=4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [*TORCHRUN, "-m", "bakeoff", "train", "--config", str(settings), "train.steps=4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     events = [row["event"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert events.count("start") == events.count("end") == 1
@@ -156,8 +162,5 @@ def test_a_process_may_join_again_and_again(tmp_path: Path) -> None:
     """Two runs in one process; a group that is taken down and set up again meets its own old addresses."""
     program = tmp_path / "twice.py"
     program.write_text(textwrap.dedent(TWICE))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-    done = subprocess.run(
-        [*command, str(free_port()), str(program)], capture_output=True, text=True, timeout=LIMIT_S
-    )
+    done = subprocess.run([*TORCHRUN, str(program)], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import os
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ ROOT = Path(bakeoff.__file__).parent
 
 @functools.cache
 def _library(source, kernels, options):
-    """The compiled source, kept between runs under a name made of everything that it depends on."""
+    """The compiled source, kept for all workers of the run under a name made of everything it depends on."""
     command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-pthread", *options]
     command += [
         "-march=native",
@@ -28,7 +27,7 @@ def _library(source, kernels, options):
     command += [f'-DSOURCE="{ROOT / source}"', "-DKERNELS=" + " ".join(f"KERNEL({name})" for name in kernels)]
     headers = b"".join(path.read_bytes() for path in sorted((ROOT / source).parent.glob("*.cuh")))
     text = headers + (ROOT / source).read_bytes() + HARNESS.read_bytes() + repr(command).encode()
-    folder = Path(tempfile.gettempdir()) / "bakeoff-emulation"
+    folder = Path(os.environ["BAKEOFF_TEST_RUN"]) / "emulation"
     folder.mkdir(exist_ok=True)
     path = folder / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
     if not path.exists():

@@ -1,6 +1,7 @@
 """Suite "selection": what choosing costs, against the best candidate and against calling it."""
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tests.unit.verdicts import made
 
 
 def test_regret_is_against_the_best(rms_norm: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", sys.executable)  # any program that exists: nothing is compiled
     (cell, _) = cells(rms_norm, "cpu", ONE)
 
     def fixed(samplers: Mapping[str, Any], budget_s: float) -> dict[str, Timing]:
@@ -175,6 +177,7 @@ def test_selection_reads_decisions_where_the_case_is_its_bucket(
 def test_a_candidate_that_fails_at_the_exact_case_says_so(
     rms_norm: Op, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("CXX", sys.executable)  # any program that exists: nothing is compiled
     (cell, _) = cells(rms_norm, "cpu", ONE)
     verdict = made(rms_norm, cell.case, {"eager": 2.0, "compiled": 1.0}, "compiled")
     monkeypatch.setattr(regret, "work", lambda op, case, call, sets: call is rms_norm.incumbent.call)

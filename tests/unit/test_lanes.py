@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,39 @@ def test_interpreter_lane_refuses_a_compiled_triton(lanes) -> None:
     status, lines = lanes(pytest_arguments=("-p", "triton", "tests/interp"), interp_a=PASSES)
     assert status != 0
     assert any("run the interpreter lane alone" in line for line in lines)
+
+
+def test_ctrl_c_reaches_children_even_if_the_lanes_ignore_it(lanes) -> None:
+    body = (
+        "import signal, subprocess, sys\n"
+        "def test_a():\n"
+        "    code = 'import signal; signal.raise_signal(signal.SIGINT)'\n"
+        "    assert subprocess.run([sys.executable, '-c', code], stderr=-1).returncode == -signal.SIGINT\n"
+    )
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        status, lines = lanes("unit", unit_a=body)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert status == 0, lines
+
+
+def test_workers_of_a_run_share_a_folder(lanes, tmp_path: Path) -> None:
+    body = (
+        "import os, pathlib\n"
+        "def test_a():\n"
+        "    shared = pathlib.Path(os.environ['BAKEOFF_TEST_RUN'])\n"
+        "    assert shared.stat().st_mode & 0o777 == 0o700\n"
+        "    place = pathlib.Path(f'place{os.getpid()}')\n"
+        "    place.write_text(str(shared))\n"
+    )
+    status, lines = lanes(
+        pytest_arguments=("-n2", "--dist", "each", "-p", "no:cacheprovider", "tests/unit"), unit_a=body
+    )
+    assert status == 0, lines
+    first, second = (place.read_text() for place in tmp_path.glob("place*"))
+    assert first == second != os.environ.get("BAKEOFF_TEST_RUN")
+    assert not Path(first).exists()
 
 
 def test_state_is_private(lanes, tmp_path: Path) -> None:

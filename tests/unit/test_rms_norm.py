@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bakeoff.ops import rms_norm
+from tests.unit.compiler import needs_compiler
 
 LAYOUTS: dict[str, Callable[[int], torch.Tensor]] = {
     "transposed": lambda rows: torch.randn(8, rows).t(),
@@ -43,6 +44,7 @@ def test_they_are_inside_torch_compile_too(layout: str) -> None:
             torch.testing.assert_close(found, wanted)
 
 
+@needs_compiler
 def test_torch_compile_with_sizes_and_numbers_that_are_symbols() -> None:
     """dynamic=True makes a symbol of every size and float from the start."""
     torch.compiler.reset()

@@ -1,5 +1,6 @@
 """Contests in a worker process: whatever candidates do to it is a rejection, and nothing is left behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -223,8 +224,9 @@ def test_the_worker_ends_with_its_parent(end: signal.Signals) -> None:
         assert not alive(pid)
     finally:
         script.kill()
-        if pid and alive(pid):
-            os.killpg(pid, signal.SIGKILL)
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         script.communicate()
 
 

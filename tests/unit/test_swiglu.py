@@ -14,6 +14,7 @@ from bakeoff.ops.swiglu import OP, peers
 from bakeoff.ops.swiglu.plain import eager
 from bakeoff.ops.swiglu.reference import swiglu as reference
 from bakeoff.select.op import Case, TensorMeta
+from tests.unit.compiler import needs_compiler
 
 BF16 = torch.bfloat16
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -92,6 +93,7 @@ def test_results_are_contiguous_whatever_the_inputs_are(layout: str, packed: boo
         torch.testing.assert_close(found, y)
 
 
+@needs_compiler
 def test_torch_compile_with_sizes_that_are_symbols() -> None:
     """dynamic=True makes a symbol of every size from the start."""
     torch.compiler.reset()

@@ -16,6 +16,7 @@ from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.train import resolve, train
 from bakeoff.train.config import Config, Data, Metrics, Select, Train
 from bakeoff.train.metrics import read_metrics
+from tests.unit.compiler import needs_compiler
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ def losses(config: Config) -> tuple[list[float], dict[str, Any]]:
     return [row["loss"] for row in rows if row["event"] == "train"], start
 
 
+@needs_compiler
 def test_a_compiled_run_trains_alike_and_opens_like_any_other(base: Config, tmp_path: Path) -> None:
     plain, _ = losses(base)
     compiled = resolve(base, None, ["train.compile=true", f"train.run_dir={tmp_path / 'compiled'}"])
@@ -51,6 +53,7 @@ def test_a_compiled_run_trains_alike_and_opens_like_any_other(base: Config, tmp_
     assert len(on) == 5
 
 
+@needs_compiler
 def test_the_step_suite_writes_a_row_a_mode(
     base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +72,7 @@ def test_the_step_suite_writes_a_row_a_mode(
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
 
 
+@needs_compiler
 def test_the_bench_command_writes_steps_and_takes_them_up(
     base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Runs that are killed, run out of disk, or are asked to end lose only the steps since the last save."""
 
+import contextlib
 import errno
 import os
 import resource
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,10 @@ from bakeoff.train.metrics import read_metrics
 from bakeoff.train.signals import Stopped, StopSignals
 
 KILLS = 25
+LIMIT_S = 240  # for what takes seconds on a machine with nothing else to do
 
-# Forks one process an attempt, which trains until it is killed at a random moment or is done. The parent has
-# made a step, so that an attempt starts at once and is mostly killed while it steps or saves.
+# Forks one process an attempt, which trains until it is killed, a moment after it has saved some steps or has
+# begun to save, or is done. The parent has made a step, so that an attempt starts at once.
 PROGRAM = """
     import glob, os, random, signal, sys, time
     import torch
@@ -38,7 +40,11 @@ PROGRAM = """
         checkpoints = os.path.join(folder, "checkpoints")
         return os.path.isdir(checkpoints) and any(n.startswith(".partial") for n in os.listdir(checkpoints))
 
-    def attempt(folder, patience):
+    def newest(folder):
+        return max((int(path[-8:]) for path in glob.glob(folder + "/checkpoints/step-*")), default=0)
+
+    def attempt(folder, saves=None, patience=0.0):
+        before = newest(folder)
         child = os.fork()
         if child == 0:
             try:
@@ -48,19 +54,18 @@ PROGRAM = """
                 import traceback
                 traceback.print_exc()
                 os._exit(3)
-        if patience is not None:
-            if patience < 0:  # wait for a save to begin, or for the end
-                ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-                while not saving(folder) and os.waitid(os.P_PID, child, ended) is None:
-                    time.sleep(0.0002)
-            time.sleep(abs(patience))
+        if saves is not None:  # wait for so many, if 0 for one to begin, or for the end
+            ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            while not (newest(folder) >= before + saves if saves else saving(folder)):
+                if os.waitid(os.P_PID, child, ended) is not None:
+                    break
+                time.sleep(0.0002)
+            time.sleep(patience)
             os.kill(child, signal.SIGKILL)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     train(resolve(Config(), file, [f"train.run_dir={whole}-warm", "train.steps=1"]))
-    begin = time.monotonic()
-    assert attempt(whole, None) == 0
-    seconds = time.monotonic() - begin
+    assert attempt(whole) == 0
     draw = random.Random(0)
     ends, torn = [], 0
     for number in range(kills):
@@ -68,13 +73,13 @@ PROGRAM = """
             torn += 1
             for left in glob.glob(killed + "/checkpoints/.partial-*"):
                 os.rename(left, f"{killed}/left-{number}")
-        patience = draw.uniform(0.02, 0.15) * seconds if number % 2 else -draw.uniform(0.0, 0.004)
-        ends.append(attempt(killed, patience))
+        saves = draw.randint(1, 4) if number % 2 else 0
+        ends.append(attempt(killed, saves, draw.uniform(0.0, 0.004)))
         if ends[-1] == 0:
             break
         assert ends[-1] == -signal.SIGKILL, ends
     while ends[-1] != 0:
-        ends.append(attempt(killed, None))
+        ends.append(attempt(killed))
     print(sum(end != 0 for end in ends), torn)
 """
 
@@ -110,7 +115,7 @@ def test_a_run_killed_many_times_repeats_the_whole_run_bit_for_bit(settings: Pat
         str(killed),
         str(KILLS),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     kills, torn = map(int, done.stdout.split())
     assert kills >= 10
@@ -164,6 +169,21 @@ def test_a_disk_that_fills_up_while_saving_leaves_what_was_there(
     assert [folder.name for folder in steps(tmp_path)] == ["step-00000001", "step-00000003"]
 
 
+@contextlib.contextmanager
+def started(command: list[str], sign: Callable[[], bool]) -> Iterator[subprocess.Popen[str]]:
+    """The command once `sign` is seen, which is not left running."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        limit = time.monotonic() + LIMIT_S
+        while not (seen := sign()) and time.monotonic() < limit and process.poll() is None:
+            time.sleep(0.05)
+        assert seen, f"ended with status {process.poll()} (None: still runs) before the sign was seen"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 # The command, which hears SIGHUP even if these tests run under nohup.
 HEARING = """
     import signal
@@ -179,15 +199,10 @@ def test_a_signal_ends_the_command_with_a_checkpoint_and_status_0(
 ) -> None:
     overrides = ["train.steps=100000", "train.checkpoint_every=0"]
     command = [sys.executable, "-c", textwrap.dedent(HEARING), "train", "--config", str(settings), *overrides]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
-    )
     metrics = tmp_path / "run" / "metrics.jsonl"
-    limit = time.monotonic() + 60
-    while time.monotonic() < limit and not (metrics.exists() and b'"train"' in metrics.read_bytes()):
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    with started(command, lambda: metrics.exists() and b'"train"' in metrics.read_bytes()) as process:
+        process.send_signal(number)
+        _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, said
     found = latest(tmp_path / "run")
     rows = read_metrics(metrics)
@@ -228,7 +243,7 @@ def test_training_outlives_its_standard_output(place: str, settings: Path, tmp_p
         os.close(out)
     assert process.stderr is not None
     said = " ".join(process.stderr.read().split())
-    assert process.wait(timeout=60) == 0, said
+    assert process.wait(timeout=LIMIT_S) == 0, said
     assert said.count("can't print") == 1
     assert ("Broken pipe" if place == "a pipe" else "No space left") in said
     found = latest(tmp_path / "run")
@@ -239,14 +254,16 @@ def test_training_outlives_its_standard_output(place: str, settings: Path, tmp_p
 def test_training_outlives_all_its_output(settings: Path, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "bakeoff", "train", "--config", str(settings), "metrics.console=true"]
-    done = subprocess.run(command, stdout=writer, stderr=writer, timeout=60)
+    command = [sys.executable, "-m", "bakeoff", "train", "--config", str(settings)]
+    command += ["metrics.console=true", "train.checkpoint_every=0"]
+    done = subprocess.run(command, stdout=writer, stderr=writer, timeout=LIMIT_S)
     os.close(writer)
     assert done.returncode == 0
     assert steps(tmp_path / "run")[-1].name == "step-00000060"
 
 
-# The command, which lingers where `place` says and leaves a file there as a sign.
+# The command, which lingers where `place` says and leaves a file there as a sign; at the end, until the
+# signal has been sent.
 LINGERING = """
     import sys, time
     from pathlib import Path
@@ -258,7 +275,9 @@ LINGERING = """
 
     def linger(*args):
         sign.touch()
-        time.sleep(1 if place == "end" else 60)
+        limit = time.monotonic() + 60
+        while time.monotonic() < limit and not (place == "end" and sign.with_name("sent").exists()):
+            time.sleep(0.05)
 
     def measured(stepper, rows):
         seen.append(rows)
@@ -290,12 +309,10 @@ def test_a_signal_outside_the_steps_ends_the_command_with_status_0(
     command += ["--config", str(settings), "metrics.console=true", "train.checkpoint_every=0"]
     if place == "leak check":
         command.append("train.leak_check=true")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    limit = time.monotonic() + 60
-    while time.monotonic() < limit and not sign.exists() and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(number)
-    out, error = process.communicate(timeout=60)
+    with started(command, sign.exists) as process:
+        process.send_signal(number)
+        sign.with_name("sent").touch()
+        out, error = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, error
     assert "Traceback" not in error
     assert f"{number.name}: {said}" in out

@@ -126,7 +126,8 @@ def test_lines_for_people() -> None:
     assert line(HELD) == "step     20  held-out 3.250 bits/byte"
 
 
-def test_a_pipe_gets_lines_and_a_terminal_a_bar(tmp_path: Path) -> None:
+def test_a_pipe_gets_lines_and_a_terminal_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
     for terminal in (False, True):
         out = io.StringIO()
         console = Console(file=out, force_terminal=terminal, width=120)

@@ -145,7 +145,7 @@ class Watch:
         self.lost = text
         self._found.set()
         if not self._done.wait(_GRACE_S):  # the main thread hangs in a collective that will never end
-            sys.stderr.write(f"bakeoff: {text}; rank {self.rank} ends, too\n")
+            sys.stderr.write(f"bakeoff: rank {self.rank} ends, too: {lost_text(text)}\n")
             sys.stderr.flush()
             os._exit(1)
 
