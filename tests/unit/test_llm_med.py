@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from bakeoff import models
-from bakeoff.models import llm_med
 from bakeoff.models.generation import sample
 from bakeoff.models.llm_med import SIZES, Cache, Config, LLMMed
 from bakeoff.ops.rotary import rotary
@@ -86,7 +85,8 @@ def test_positions_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         turned = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
 
-    monkeypatch.setattr(llm_med, "rotary", by_head)  # the published mistake: the angle is the head's index
+    # The published mistake: the angle is the head's index.
+    monkeypatch.setattr("bakeoff.nn.attention.rotary", by_head)
     assert change() < 1e-12
 
 

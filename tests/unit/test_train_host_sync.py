@@ -38,6 +38,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         "save": "the step's number",
         "set_aside": "a number in a folder's name",
     },
+    "train/config.py": {
+        "_parse": "a number on the command line",
+    },
     "train/data.py": {
         "ByteCorpus.__len__": "NumPy integers of file sizes",
         "ByteCorpus.read": "NumPy integers of file sizes",
