@@ -181,6 +181,20 @@ def test_of_other_versions_the_last_measured_count(store: Store, monkeypatch: py
     assert (last.stale, last.verdict.timings["good"].us) == (True, 6)
 
 
+def test_other_environments_tables_are_never_moved(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as later:
+        under(later, torch="9.0")
+        store.add([row()], "cpu")
+        theirs = store.path("cpu")
+        edit(theirs, lambda t: t.update(schema=2))
+    before = theirs.read_bytes()
+    assert found(row()) is None
+    assert "ignored" in caplog.text
+    assert theirs.read_bytes() == before
+
+
 def test_a_table_of_other_versions_than_its_name_says_is_not_mixed(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:

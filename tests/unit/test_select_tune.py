@@ -184,10 +184,16 @@ def test_recordings_that_overlap_miss_nothing(op: Op, held: list[str]) -> None:
     assert recordings == []
 
 
-def test_after_ranks_agreed_no_rank_tunes_alone(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_ranks_agreed_no_rank_tunes_alone(
+    op: Op, held: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(policy.store, "agreed", {})
-    with pytest.raises(PolicyError, match="tune_together"):
-        tune(lambda: call(op))
+    with monkeypatch.context() as job:
+        job.setattr(torch.distributed, "is_initialized", lambda: True)
+        with pytest.raises(PolicyError, match="tune_together"):
+            tune(lambda: call(op))
+    assert tune(lambda: call(op)).measured == 1, "that job is over"
+    assert policy.store.agreed is None
 
 
 def test_a_long_step_does_not_eat_the_budget(

@@ -55,6 +55,18 @@ def test_a_small_factor_in_one_bf16_gradient_is_seen(grad: float) -> None:
     )
 
 
+def test_copies_without_memory_of_their_own_kind_pass() -> None:
+    """Sparse ones, and those of shapes alone, can't stand between fences."""
+
+    def sparse(x: torch.Tensor, w: torch.Tensor, flag: object = None) -> torch.Tensor:
+        one = torch.eye(w.shape[0]).to_sparse().to(x.dtype).clone()
+        shape = torch.ones(w.shape, device="meta").clone().shape
+        return torch.tanh(x) * (one @ w[:, None])[:, 0].view(shape)
+
+    verdict = held(zoo.op(Candidate("sparse", sparse)), zoo.case(grad=False))
+    assert trial(verdict, "sparse").rejected is None
+
+
 def test_a_rejection_names_norm_index_draw_and_seed() -> None:
     bad = Candidate(
         "bad", zoo.product(lambda x, w, y: y.index_put((torch.tensor(5), torch.tensor(7)), y[5, 7] + 1))

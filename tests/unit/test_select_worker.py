@@ -138,6 +138,36 @@ def test_an_op_that_cannot_be_imported_is_refused(worker: Worker) -> None:
     assert resolve(home_of(zoo.CALM) or "") is zoo.CALM
 
 
+def test_a_worker_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    before = descriptors()
+    with pytest.raises(FileNotFoundError), Worker() as worker:
+        worker.start()
+    assert descriptors() == before
+
+
+def test_a_verdict_keeps_the_hash_of_the_source_it_was_measured_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Edited after this process read it, and before the worker did."""
+    text = """
+        from bakeoff.select.op import Candidate
+        from tests.unit import zoo
+        call = zoo.good
+        OP = zoo.op(Candidate("edited", "zoo_edited_later:call"), home="zoo_edited_later:OP")
+    """
+    file = tmp_path / "zoo_edited_later.py"
+    file.write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    op = resolve("zoo_edited_later:OP")
+    before = op.by_name["edited"].source_hash
+    file.write_text(file.read_text() + "# corrected\n")
+    with Worker() as worker:
+        (verdict,) = worker.contest(op, zoo.case(), ("eager",), 0.01)
+    assert trial(verdict, "edited").source_hash == Candidate("edited", "zoo_edited_later:call").source_hash
+    assert trial(verdict, "edited").source_hash != before
+
+
 def test_nothing_is_left_of_a_worker() -> None:
     before, threads = descriptors(), threading.active_count()
     worker = Worker()
@@ -173,7 +203,7 @@ class Disturbed(subprocess.Popen[bytes]):
         signal.raise_signal(self.number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_the_worker_starts_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:

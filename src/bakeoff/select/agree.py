@@ -25,10 +25,10 @@ class Decision(msgspec.Struct):
 def tune_together(step: Callable[[], object], budget_s: float = 30.0, **options: Any) -> TuneReport:
     """`tune` for a job of several ranks: every rank runs `step` (its collectives need all), rank 0 holds the
     contests, and every rank receives its verdicts. An error of rank 0's contests is raised on every rank."""
+    policy.store.agreed = None  # what was agreed before is decided anew
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return tune(step, budget_s, **options)
     first = dist.get_rank() == 0
-    policy.store.agreed = None  # what was agreed before is decided anew
     try:
         report = tune(step, budget_s if first else 0.0, **options)
     except Exception as error:

@@ -32,7 +32,7 @@ class Choice(NamedTuple):
     found: Found | None
 
 
-ASK = "?"
+ASK = "the case that this call makes"
 """As `impl`: raise `Asked` in place of running anything."""
 
 
@@ -48,7 +48,7 @@ def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
     """Decide for this call, remember the decision, and run it."""
     if torch.compiler.is_compiling():
         return _traced(op, args, impl)
-    if impl == ASK:
+    if impl is ASK:
         raise Asked(checked(op, args))
     if impl is not None:
         return _explicit(op, args, impl)(*args)

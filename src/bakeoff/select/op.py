@@ -166,18 +166,22 @@ class Candidate:
         return None
 
     @cached_property
+    def unread(self) -> bool:
+        """Whether it is a callable whose source can't be read: a notebook's, or a compiled one."""
+        return not isinstance(self.load, str) and _source(_home(self.load)) is None
+
+    @cached_property
     def source_hash(self) -> str:
-        """Changes when the candidate's own code or a required package's version changes. A callable whose
-        source can't be read (a notebook's, a compiled one) has a hash for this object alone, so that no
-        verdict outlives it."""
-        digest = hashlib.sha256()
+        """Changes when the candidate's own code or a required package's version changes. Where the source is
+        `unread` the hash is for this object alone, so that no verdict outlives it."""
+        digest = hashlib.sha256(secrets.token_bytes() if self.unread else b"")
         own = self.load.split(":")[0] if isinstance(self.load, str) else _home(self.load)
         for source in (own, *self.sources):
             module, _, file = source.partition(":")
             text = _source(module, file)
-            if text is None and isinstance(self.load, str):
-                text = f"{module} {package_version(own.partition('.')[0])}".encode()
-            digest.update(secrets.token_bytes() if text is None else text)
+            if text is None and module:
+                text = f"{module} {package_version(module.partition('.')[0])}".encode()
+            digest.update(text or b"")
         for package in self.requires:
             if package != "triton":  # its version is in the table's own stamp
                 digest.update(f"{package} {package_version(package)}".encode())

@@ -50,7 +50,7 @@ class Poison(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func not in _MADE or not isinstance(made, torch.Tensor) or made.numel() == 0:
+        if func not in _MADE or not isinstance(made, torch.Tensor) or not _plain(made):
             return made
         span = 1 + sum((size - 1) * step for size, step in zip(made.shape, made.stride(), strict=True))
         nbytes = span * made.element_size()
@@ -72,6 +72,12 @@ class Poison(TorchDispatchMode):
             bool((raw[:_GUARD] != _CANARY).any() or (raw[_GUARD + nbytes :] != _CANARY).any())
             for raw, nbytes in self.buffers
         )
+
+
+def _plain(made: torch.Tensor) -> bool:
+    """Whether it has memory that can be laid out elsewhere."""
+    data = made.layout is torch.strided and made.device.type != "meta"
+    return data and not made.is_quantized and made.numel() > 0
 
 
 def fenced(tensor: torch.Tensor) -> torch.Tensor:

@@ -118,9 +118,20 @@ class Store:
         self.loaded: dict[tuple[Path, str], Table | None] = {}
         self.silent = False
 
-    def path(self, device: str) -> Path:
-        """The user's table for the machine behind `device` and the versions here."""
-        return cache_dir() / _file_name(hardware.facts(_kind(device)))
+    def path(self, device: str, facts: hardware.Facts | None = None) -> Path:
+        """The user's table for the machine behind `device` and the versions here, or for these facts."""
+        return cache_dir() / _file_name(facts or hardware.facts(_kind(device)))
+
+    def paths(self, device: str) -> list[Path]:
+        """The user's tables for this machine: that of the versions here, then others, the newest first."""
+        own = self.path(device)
+        found = {}
+        with contextlib.suppress(OSError):
+            for path in own.parent.glob(f"{own.name.partition('.')[0]}.*.json"):
+                with contextlib.suppress(OSError):
+                    found[path] = path.stat().st_mtime
+        found.pop(own, None)
+        return [own, *sorted(found, key=lambda path: found[path], reverse=True)]
 
     def lookup(self, op: Op, name: str, device: str) -> Found | None:
         """The best verdict for key `name`, or None."""
@@ -168,13 +179,8 @@ class Store:
         self.agreed = None
 
     def _layers(self, device: str) -> Iterator[tuple[str, Path]]:
-        own = self.path(device)
-        yield "user cache", own
-        with contextlib.suppress(OSError):
-            same = own.parent.glob(f"{own.name.partition('.')[0]}.*.json")
-            others = {path: path.stat().st_mtime for path in same if path != own}
-            for path in sorted(others, key=lambda path: others[path], reverse=True):
-                yield "user cache", path
+        for path in self.paths(device):
+            yield "user cache", path
         shipped = importlib.resources.files("bakeoff") / "tables"
         with contextlib.suppress(OSError):
             for entry in sorted(shipped.iterdir(), key=lambda e: e.name) if shipped.is_dir() else []:
@@ -184,10 +190,11 @@ class Store:
     def _load(self, path: Path, device: str) -> Table | None:
         place = (path, _kind(device))
         if place not in self.loaded:
-            self.loaded[place] = (self._own if path.parent == cache_dir() else self._shipped)(path, device)
+            self.loaded[place] = (self._own if path == self.path(device) else self._others)(path, device)
         return self.loaded[place]
 
-    def _shipped(self, path: Path, device: str) -> Table | None:
+    def _others(self, path: Path, device: str) -> Table | None:
+        """A table of the package or of another environment, which stays where it is."""
         try:
             table = read(path)
         except TableError as error:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from bakeoff.errors import ContestError, PolicyError
 from bakeoff.select import policy
@@ -89,10 +90,12 @@ def tune(
     if not isinstance(budget_s, int | float) or not budget_s >= 0:
         raise ValueError(f"budget_s={budget_s!r} must be a number of seconds, at least 0")
     if policy.store.agreed is not None:
-        raise PolicyError(
-            "the ranks of this job have agreed on rank 0's verdicts, and a rank's own would have no effect: "
-            "call bakeoff.select.tune_together(step) on every rank"
-        )
+        if dist.is_available() and dist.is_initialized():
+            raise PolicyError(
+                "the ranks of this job have agreed on rank 0's verdicts, and a rank's own would have no "
+                "effect: call bakeoff.select.tune_together(step) on every rank"
+            )
+        policy.store.agreed = None  # that job is over
     start = time.monotonic()
     done: list[Verdict] = []
     unsettled: dict[str, str] = {}

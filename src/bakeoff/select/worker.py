@@ -186,6 +186,9 @@ class Worker:
                     env=environment,
                     start_new_session=True,  # Ctrl-C is for the parent, which then ends the worker
                 )
+            except OSError:
+                os.close(reader)
+                raise
             finally:
                 os.close(writer)
             self.readers = [
@@ -217,7 +220,7 @@ def _signals_later() -> Iterator[None]:
     with contextlib.ExitStack() as at_the_end:
         at_the_end.callback(lambda: [before[number](number, frame) for number, frame in held])
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if callable(handler := signal.getsignal(number)):
                     before[number] = handler
                     at_the_end.callback(signal.signal, number, handler)
@@ -235,9 +238,10 @@ def _numerics() -> tuple[bool, int, str]:
 
 
 def _by_our_hashes(op: Op, verdict: Verdict) -> Verdict:
-    """`verdict` with this process's source hashes: of a source that can't be read the worker has another."""
+    """`verdict` with this process's hashes of sources that can't be read, of which the worker has others."""
+    ours = {c.name: c.source_hash for c in op.candidates if c.unread}
     trials = tuple(
-        msgspec.structs.replace(trial, source_hash=op.by_name[trial.candidate].source_hash)
+        msgspec.structs.replace(trial, source_hash=ours.get(trial.candidate, trial.source_hash))
         for trial in verdict.trials
     )
     return msgspec.structs.replace(verdict, trials=trials)
