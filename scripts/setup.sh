@@ -40,7 +40,7 @@ printf 'setup: %s with %s into %s; the first time takes a few minutes\n' \
     "$("$python" --version)" "$constraints" "$venv" >&2
 
 rm -f "$venv/.ready"
-"$venv/bin/python" -c '' 2>/dev/null || "$python" -m venv --clear "$venv"
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear "$venv"
 
 if [ "$constraints" = constraints/cuda.txt ]; then
     # A .pth line, not --system-site-packages: it also works when PYTHON is itself in a virtual environment.

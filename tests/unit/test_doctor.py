@@ -43,6 +43,7 @@ def test_nothing_to_warn_of_on_an_h100() -> None:
         (CPU, {}, ["no GPU"]),
         (CPU, {"gpu_unused": True}, ["this PyTorch can't use it"]),
         (CPU, {"cxx_compiler": None}, ["no C++ compiler", "g++"]),
+        (CPU, {"unlinkable": "fails in /my folder/torch"}, ["fails in /my folder/torch"]),
         (CPU, {"python_headers": False}, ["Python.h"]),
         (CPU, {"triton": "none"}, ["triton is not installed", "pip install triton"]),
         (H100, {"torch": "2.10.1"}, ["older than 2.11"]),

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from bakeoff.select.compiled import compiled
+from bakeoff.select.compiled import compiled, compiler_missing, unlinkable
+from tests.unit import zoo
 
 torch_compile = torch.compile
 
@@ -57,3 +58,12 @@ def test_a_default_device_is_none_of_the_formulas_business() -> None:
         assert torch.equal(call(x), halves(x))
     finally:
         torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("folder", ["my clone", "it's", 'a "b"'])
+def test_a_folder_that_the_linker_would_split_rules_it_out(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert unlinkable() is None
+    monkeypatch.setattr(torch, "__file__", f"/opt/{folder}/torch/__init__.py")
+    assert "has spaces or quotes in its path" in str(compiler_missing(zoo.case()))

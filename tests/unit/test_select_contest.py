@@ -249,3 +249,12 @@ def test_who_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = Case(case.args, "cuda")
     assert module._peaks(other, on_gpu, ["eager", "other"], said.append) == {"eager": 512}
     assert said == ["eager: weigh", "other: weigh"]
+
+
+def test_a_reason_is_more_than_its_heading() -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("backend='inductor' raised:\n\n  CppCompileError: no linker\nmore")
+
+    (verdict,) = contest(zoo.op(Candidate("fails", fails)), zoo.case(), budget_s=0.01)
+    reason = verdict.trials[1].rejected
+    assert reason == "RuntimeError: backend='inductor' raised: CppCompileError: no linker"

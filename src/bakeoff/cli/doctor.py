@@ -19,6 +19,7 @@ from bakeoff.cli import tables
 from bakeoff.cli.terminal import console, declared, device_named, print_json
 from bakeoff.errors import TableError
 from bakeoff.select import policy
+from bakeoff.select.compiled import unlinkable
 from bakeoff.select.op import package_version
 from bakeoff.select.table import cache_dir, read
 
@@ -42,6 +43,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """There is an NVIDIA GPU, and this PyTorch can't use it."""
     c_compiler: str | None = None
     cxx_compiler: str | None = None
+    unlinkable: str | None = None
+    """Why what torch.compile generates in C++ can't be linked, if so."""
     python_headers: bool = True
     others: str = ""
     """Who else uses the device."""
@@ -128,6 +131,7 @@ def inspect_machine(device: str) -> Machine:
         gpu_unused=not torch.cuda.is_available() and Path("/dev/nvidia0").exists(),
         c_compiler=_first(os.environ.get("CC"), "gcc", "clang", "cc"),
         cxx_compiler=_first(os.environ.get("CXX"), "g++", "clang++"),
+        unlinkable=unlinkable(),
         python_headers=Path(sysconfig.get_path("include"), "Python.h").exists(),
         others=hardware.disturbance(device) if capability else "",
         cache_writable=_writable(cache_dir()),
@@ -171,6 +175,8 @@ def _cpu_problems(machine: Machine) -> list[str]:
     )
     if machine.cxx_compiler is None:
         found.append("no C++ compiler: torch.compile can't be a candidate on the CPU; install g++ or set CXX")
+    elif machine.unlinkable:
+        found.append(machine.unlinkable)
     elif not machine.python_headers:
         found.append("Python.h is missing: torch.compile may fail on the CPU; install python3-dev")
     return found
@@ -226,6 +232,8 @@ def show(report: Report, out: Console) -> None:
         "packages": _listed(report.packages),
         "compilers": _listed({"C": machine.c_compiler, "C++": machine.cxx_compiler}),
         "policy": report.policy,
+    }
+    places = {
         "cache": report.cache,
         "table": f"{table.rows} verdicts, {table.stale} stale, {table.outdated} not in force: {table.path}",
     }
@@ -233,8 +241,11 @@ def show(report: Report, out: Console) -> None:
     for name, text in rows.items():
         grid.add_row(Text(name, style="bold"), Text(text, overflow="fold"))
     out.print(grid)
+    width = max(map(len, rows)) + 2
+    for name, text in places.items():
+        out.print(Text.assemble((f"{name:<{width}}", "bold"), text), soft_wrap=True)
     for warning in report.warnings:
-        out.print(Text(f"! {warning}", style="yellow"))
+        out.print(Text(f"! {warning}", style="yellow"), soft_wrap=True)
 
 
 def _listed(values: Mapping[str, str | None]) -> str:

@@ -3,16 +3,18 @@
 import itertools
 import logging
 import os
+import re
 import shutil
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bakeoff.select.op import Case, TensorMeta
 
-__all__ = ["compiled", "compiler_missing"]
+__all__ = ["compiled", "compiler_missing", "unlinkable"]
 
 log = logging.getLogger("bakeoff")
 _STATIC = 8
@@ -88,4 +90,12 @@ def compiler_missing(case: Case) -> str | None:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None and shutil.which("clang++") is None:
         return f"torch.compile needs a C++ compiler on the CPU ({compiler} not found; install g++ or set CXX)"
-    return None
+    return unlinkable()
+
+
+def unlinkable() -> str | None:
+    """Why torch.compile's C++ code can't be linked, or None: it passes PyTorch's folder on unquoted."""
+    place = str(Path(torch.__file__).parent)
+    if not re.search(r"""[\s'"\\]""", place):
+        return None
+    return f"torch.compile on the CPU fails where PyTorch's folder has spaces or quotes in its path: {place}"

@@ -299,7 +299,8 @@ def _reason(candidate: Candidate, error: Exception) -> str:
     if isinstance(error, torch.cuda.OutOfMemoryError):
         torch.cuda.empty_cache()
         return "CUDA out of memory"
-    first = (str(error).strip().splitlines() or [""])[0]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # a heading says nothing alone
     reason = f"{type(error).__name__}: {first[:300]}"
     if "CUDA error" in first or "CUDA driver error" in first:
         raise DeviceLost(candidate.name, reason) from error
