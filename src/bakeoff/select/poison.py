@@ -29,10 +29,10 @@ _FILLED = {
     torch.ops.aten.ones.default,
     torch.ops.aten.ones_like.default,
     torch.ops.aten.new_ones.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten._to_copy.default,
 }
-_MADE = _EMPTY | _FILLED
+_COPIED = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+_LARGEST_COPY = 2**28  # bytes: plain PyTorch makes many copies, and each would be held until the end
+_MADE = _EMPTY | _FILLED | _COPIED
 
 
 class Poison(TorchDispatchMode):
@@ -52,6 +52,8 @@ class Poison(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         if func not in _MADE or not isinstance(made, torch.Tensor) or not _plain(made):
             return made
+        if func in _COPIED and made.nbytes > _LARGEST_COPY:
+            return made
         span = 1 + sum((size - 1) * step for size, step in zip(made.shape, made.stride(), strict=True))
         nbytes = span * made.element_size()
         raw = torch.full(
@@ -60,7 +62,7 @@ class Poison(TorchDispatchMode):
         self.buffers.append((raw, nbytes))
         inside = raw[_GUARD : _GUARD + nbytes].view(made.dtype)
         placed = inside.as_strided(made.shape, made.stride())
-        if func in _FILLED:
+        if func not in _EMPTY:
             placed.copy_(made)
         elif made.dtype.is_floating_point or made.dtype.is_complex:
             inside.fill_(math.nan)
