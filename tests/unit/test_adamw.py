@@ -119,6 +119,32 @@ def test_groups_and_schedulers() -> None:
     assert distance(mine, peers) < 1e-6
 
 
+def test_groups_may_be_plain_dicts() -> None:
+    mine = parameters()
+    peers = twins(mine)
+    steppers = []
+    for kind, params in ((AdamW, mine), (torch.optim.AdamW, peers)):
+        stepper = kind(params[:3])
+        stepper.param_groups = [dict(group) for group in stepper.param_groups]
+        stepper.param_groups.append({**stepper.param_groups[0], "params": params[3:], "lr": 0.1})
+        steppers.append(stepper)
+    train(steppers, [mine, peers])
+    assert distance(mine, peers) < 1e-6
+    steppers[0].param_groups.append({**steppers[0].param_groups[0], "eps": -1.0})
+    with pytest.raises(ValueError, match="eps"):
+        steppers[0].step()
+
+
+def test_a_group_forces_no_candidate_of_its_own() -> None:
+    for candidate in ("foreach", "fused"):
+        group = {"params": parameters(), candidate: True}
+        AdamW([dict(group)], impl=candidate)
+        with pytest.raises(ValueError, match=f"force {candidate} .*{candidate}=True"):
+            AdamW([dict(group)])
+    with pytest.raises(ValueError, match="can't be differentiated"):
+        AdamW([{"params": parameters(), "differentiable": True}])
+
+
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("impl", ALL)
 def test_a_tensor_rate(impl: str | None, shape: tuple[int, ...]) -> None:

@@ -191,6 +191,23 @@ def test_resume_measures_changed_sources_again(
     assert all(results.current(row) for row in results.read(out).rows)
 
 
+def test_a_file_of_before_some_fields_is_gone_on_with(
+    worker: type[FakeWorker], rms_norm: Op, tmp_path: Path
+) -> None:
+    out = tmp_path / "ops.json"
+    file = contests.run_ops([rms_norm], "cpu", out, text=ONE)
+    for row in file.rows:
+        del row["source_hash"], row["commit"], row["peak_bytes"]
+        row["measure"] = "time"
+    results.write(out, file)
+    held = results.read(out).rows[0]
+    assert (held["source_hash"], held["peak_bytes"], held["measure"]) == ("", None, "time")
+    worker.held.clear()
+    contests.run_ops([rms_norm], "cpu", out, text=ONE, resume=True)
+    assert len(worker.held) == 2, "whose source it was isn't known"
+    assert all(row["source_hash"] for row in results.read(out).rows)
+
+
 def test_other_cells_stay(worker: type[FakeWorker], rms_norm: Op, tmp_path: Path) -> None:
     out = tmp_path / "ops.json"
     contests.run_ops([rms_norm], "cpu", out, text=ONE)

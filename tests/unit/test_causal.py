@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.causal import CausalityError, assert_causal
+from bakeoff.causal.edits import Edits
 from bakeoff.errors import BakeoffError
 from bakeoff.models import byte_spectral
 from bakeoff.models.llm_med import Config, LLMMed
@@ -259,6 +260,48 @@ def test_the_model_as_it_is_keeps_its_closed_gate() -> None:
         assert_causal(ClosedGate(), vocab=V)
 
 
+class ChunkEnd(Body):
+    """A scan in chunks whose last outputs take in the next chunk's first token."""
+
+    chunk, widest = 8, 0
+
+    def mix(self, h: Tensor, ids: Tensor) -> Tensor:
+        type(self).widest = max(self.widest, len(ids))
+        ends = torch.arange(1, h.shape[1] + 1) % self.chunk == 0
+        return following(h) * ends[:, None]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "length"),
+    [(1, 2), (40, 64), (63, 64), (100, 256), (300, 512), (1, 513), (100, 1024), (512, 1024)],
+)
+@pytest.mark.parametrize("how", ["perturbed", "as it is", "frozen"])
+def test_a_leak_of_one_output_is_certain_to_be_found(
+    chunk: int, length: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChunkEnd, "chunk", chunk)
+    monkeypatch.setattr(ChunkEnd, "widest", 0)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = ChunkEnd().requires_grad_(how != "frozen")
+        with pytest.raises(CausalityError, match="sees its future, at least 1 ahead") as caught:
+            assert_causal(model, vocab=V, length=length, perturb=how != "as it is", seed=seed)
+        assert (caught.value.position + 1) % chunk == 0
+    assert ChunkEnd.widest <= 16
+
+
+def test_single_places_are_all_or_the_multiples_of_a_power_of_two() -> None:
+    steps = {2: 1, 512: 1, 513: 2, 1000: 4, 1024: 4, 2048: 16, 4096: 64, 2**17: 2048}
+    for length, step in steps.items():
+        edits = Edits(torch.zeros(2, length, dtype=torch.long), V, torch.Generator())
+        places = edits.places()
+        assert places.tolist() == list(range(step, length, step))
+        if length <= 2048:
+            assert len(places) * length <= 2**18
+            rows = edits.rows[:1].expand(len(places), -1)
+            assert torch.equal((edits.single(rows, places) != rows).nonzero()[:, 1], places)
+
+
 # Innocents
 
 
@@ -365,6 +408,12 @@ def test_an_innocent_passes(animal: Callable[[], nn.Module]) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
         assert_causal(animal().train(seed % 2 == 0), vocab=V, length=T, seed=seed)
+
+
+def test_parts_keep_their_modes_through_the_update() -> None:
+    model = LeaksInTraining().train()
+    model.norm.eval()
+    assert_causal(model, vocab=V, length=T)
 
 
 @pytest.mark.parametrize("animal", [Body, PaddedConvolution, RunningMean, HardGate, Recurrent])

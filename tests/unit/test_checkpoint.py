@@ -125,6 +125,19 @@ def test_all_torn_is_an_error_and_none_is_none(tmp_path: Path) -> None:
         latest(tmp_path)
 
 
+def test_a_torn_checkpoint_that_is_named_itself_is_not_replaced_but_the_fix_is_named(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    torn = steps(tmp_path)[1]
+    (torn / "run.json").write_bytes(b"")
+    with pytest.raises(
+        CheckpointError, match=r"run.json is torn: .*Give another step-\* folder of the run, or"
+    ):
+        load_run(torn)
+    load_run(steps(tmp_path)[0])
+    load_run(tmp_path)
+
+
 def replace(file: Path, data: bytes) -> None:
     """Writes `data` as if it had been saved so."""
     file.write_bytes(data)

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,13 +20,11 @@ from bakeoff import hardware
 from bakeoff.bench.notation import read_case, split_key, write_case
 from bakeoff.bench.suites import cells
 from bakeoff.cli import main
-from bakeoff.cli.demo import GPU_BYTES_PER_S, demo_configs
-from bakeoff.compare import parameters
-from bakeoff.errors import BakeoffError
-from bakeoff.select import TuneReport, Verdict, find_op, policy, registry
+from bakeoff.errors import BakeoffError, ContestError
+from bakeoff.select import Case, Op, Verdict, find_op, policy, registry
 from bakeoff.select.key import key
 from bakeoff.select.table import Table, read, write
-from bakeoff.train.data import ByteCorpus
+from tests.unit.benches import FakeWorker
 from tests.unit.verdicts import made
 
 OURS = {**os.environ, "PYTHONPATH": str(Path(bakeoff.__file__).parents[1])}
@@ -299,46 +296,6 @@ def test_generated_text_cannot_drive_the_terminal() -> None:
     assert "".join(continuation(Parrot(1, 1), "x", 99)) == "é€\n\t\ufffd[31m\ufffd\ufffdok\ufffd\ufffd"
 
 
-def test_demo_says_what_its_contests_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = TuneReport((), 1, {}, 10.0)
-    monkeypatch.setattr("bakeoff.cli.doctor.examine", lambda device: None)
-    monkeypatch.setattr("bakeoff.cli.doctor.show", lambda report, out: None)
-    monkeypatch.setattr("bakeoff.cli.demo.rehearsed", lambda *_, **__: (report, "cpu"))
-    monkeypatch.setattr("bakeoff.cli.demo.train", lambda *_, **__: SimpleNamespace(checkpoint=None))
-    out = ok("demo", "--quick", "--device", "cpu", "--out", tmp_path / "demo", "--data", "a[/b].txt")
-    assert "3. Training llm-med-tiny on a[/b].txt for 4 s" in out
-    assert "The contests of one step of llm-med-tiny: none begins after 4 s" in out
-    assert "1 contest held in 10 s, preparation included" in out
-
-
-def test_demo_configs_fit_the_device(tmp_path: Path) -> None:
-    cpu, gpu = (demo_configs(device, None, None, tmp_path, quick=False) for device in ("cpu", "cuda:0"))
-    assert [config.recipe for config in (*cpu, *gpu)] == [
-        "llm-med-tiny", "byte-spectral-tiny", "llm-med", "byte-spectral",
-    ]  # fmt: skip
-    assert {config.train.max_seconds for config in cpu} == {45}
-    assert {config.train.steps for config in (*cpu, *gpu)} == {0}
-    (seconds,) = {config.train.max_seconds for config in gpu}
-    assert 4 < seconds * GPU_BYTES_PER_S / len(ByteCorpus.open("stdlib")) < 5
-    sizes = [parameters(config.model) for config in cpu]
-    assert abs(sizes[0] - sizes[1]) < 0.02 * sizes[0]
-    own = demo_configs("cpu", 5.0, "book.txt", tmp_path, quick=True)[1]
-    assert (own.train.max_seconds, own.data.path) == (5, "book.txt")
-    assert own.train.run_dir == str(tmp_path / "byte-spectral-tiny")
-
-
-@pytest.mark.parametrize(
-    ("size", "asked", "seconds"), [(10**10, None, 60), (10**4, None, 4), (10**4, 30.0, 30)]
-)
-def test_a_gpu_has_less_time_for_few_data(
-    size: int, asked: float | None, seconds: float, tmp_path: Path
-) -> None:
-    with (tmp_path / "data.bin").open("wb") as file:
-        file.truncate(size)
-    configs = demo_configs("cuda", asked, str(tmp_path / "data.bin"), tmp_path, quick=False)
-    assert [(config.train.steps, config.train.max_seconds) for config in configs] == [(0, seconds)] * 2
-
-
 # explain, ops ----------------------------------------------------------------------------------------------
 
 
@@ -371,14 +328,60 @@ def test_explain_finds_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_explain_holds_no_contest_that_the_table_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[str] = []
-    monkeypatch.setattr("bakeoff.cli.explaining.settle", lambda op, case, regime: held.append(regime))
-    words = ["explain", "rms_norm", "x=fp32[4,8]", "--device", "cpu", "--regime", "graph", "--tune"]
+    monkeypatch.setattr("bakeoff.cli.explaining._tune", lambda op, case, regime: held.append(regime))
+    words = ["explain", "rms_norm", "x=fp32[4,8]", "--device", "cpu", "--tune"]
     ok(*words)
-    assert held == ["eager"]  # a CPU has no graphs
+    assert held == ["eager"]
     keep(policy.store.path("cpu"), verdict())
     policy.store.forget()
     ok(*words)
     assert held == ["eager"]
+
+
+def test_explain_says_why_its_contest_left_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Starved(FakeWorker):
+        start = FakeWorker.__enter__
+
+        @staticmethod
+        def answer(op: Op, case: Case, regime: str) -> Verdict:
+            if case.args["x"].shape == (4, 8):
+                raise ContestError("not enough memory")
+            return FakeWorker.answer(op, case, regime)
+
+    Starved.held = []
+    monkeypatch.setattr(sys.modules["bakeoff.select.tune"], "Worker", Starved)
+    done = cli("explain", "rms_norm", "x=fp32[4,8]", "--device", "cpu", "--tune")
+    assert done.exit_code == 1
+    assert "Error: --tune left no verdict" in done.stderr
+    assert "not enough memory" in done.stderr.splitlines()[-1]
+    assert "measured now" in ok("explain", "rms_norm", "x=fp32[4,16]", "--device", "cpu", "--tune")
+    assert len(Starved.held) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [["--grad"], ["--regime", "eager"], ["--policy", "nonsense"], ["--tune"], ["--json"]]
+)
+def test_explain_refuses_a_calls_options_without_a_call(options: list[str]) -> None:
+    done = cli("explain", "--device", "cpu", *options)
+    assert done.exit_code == 2
+    assert "Usage:" in done.stderr
+    assert f"{options[0]} without a call: name an op" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["x=fp32[4,8]", "--regime", "graph"], "--regime graph needs a CUDA device"),
+        (["x=fp32[4,8]", "x=fp32[4,16]"], "x is given twice"),
+        (["x=fp32[4,8"], "write a tensor as x=bf16[8,40]"),
+        (["x=fp32[4,8]", "weight=fp32[-8]"], "write a tensor as weight=bf16[8,40]"),
+    ],
+)
+def test_explain_refuses_what_is_no_call(words: list[str], message: str) -> None:
+    done = cli("explain", "rms_norm", *words, "--device", "cpu")
+    assert done.exit_code == 1
+    (line,) = done.stderr.splitlines()
+    assert message in line
 
 
 def test_explain_reads_any_key() -> None:
@@ -467,6 +470,15 @@ def test_no_table_is_exported_onto_a_folder(place: str, cache: Path) -> None:
     assert f"{place} is a folder: give a file in it" in done.stderr
 
 
+def test_a_copy_that_cannot_be_written_is_named(cache: Path) -> None:
+    keep(policy.store.path("cpu"), verdict())
+    Path("file").write_text("")
+    done = cli("table", "export", "file/copy.json", "--device", "cpu")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("Error: file/copy.json can't be written (")
+    assert "give a file in a writable folder" in done.stderr
+
+
 def test_table_import_refuses_what_says_nothing_here(cache: Path, tmp_path: Path) -> None:
     own = keep(policy.store.path("cpu"), verdict())
     before = own.read_bytes()
@@ -481,9 +493,14 @@ def test_table_import_refuses_what_says_nothing_here(cache: Path, tmp_path: Path
     assert "--replace" in done.stderr
     assert own.read_bytes() == before
     assert "the old table is" in ok("table", "import", older, "--replace", "--device", "cpu")
-    assert read(own) == read(older)
+    assert read(policy.store.path("cpu", read(older).facts)) == read(older)
     (aside,) = cache.glob("*.before-*")
     assert aside.read_bytes() == before
+    policy.store.forget()
+    found = policy.store.lookup(find_op("rms_norm"), verdict("x=fp32[4,16]").key, "cpu")
+    assert found is not None
+    assert found.stale
+    assert "stale: torch 2.11.0" in ok("table", "show", "--device", "cpu")
 
 
 @pytest.mark.parametrize(

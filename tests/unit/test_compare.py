@@ -1,10 +1,12 @@
 """Two models trained alike: equal parameters, a judge that seed noise can't fool, a file that lasts."""
 
+import io
 import json
 import logging
 import random
 import re
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,26 +15,33 @@ import msgspec
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 import bakeoff.compare as comparing
+from bakeoff.bench import results
 from bakeoff.cli import main
 from bakeoff.compare import (
     CompareError,
+    Document,
+    Run,
     Speed,
     compare,
     crossover,
     match,
+    model_of,
     pair,
     parameters,
     quality,
     read,
     speed,
+    table,
     winner,
 )
 from bakeoff.compare.document import write
 from bakeoff.compare.judge import t_quantile
 from bakeoff.compare.lengths import sized
 from bakeoff.compare.page import filled
+from bakeoff.compare.page import main as page_command
 from bakeoff.models import build
 from bakeoff.select import policy
 from bakeoff.train import ConfigError, resolve
@@ -322,6 +331,7 @@ def test_memory_that_ends_is_a_row(text: Path, monkeypatch: pytest.MonkeyPatch) 
     assert last["second"].tokens_per_s is None
     assert last["second"].reason == "out of memory: DefaultCPUAllocator: can't allocate memory: you tried"
     assert document.crossover in (16, 32)
+    assert f"llm-med-tiny, 32, eager: {last['second'].reason}" in shown(document, 200).splitlines()
 
 
 def test_other_errors_are_not_called_memory(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,6 +384,49 @@ def test_both_see_the_same_bytes(text: Path) -> None:
         size = config.train.batch_size
         seen.append(Batches(corpus, span, seq_len=config.seq_len, batch_size=size, seed=1).batch(3))
     assert torch.equal(*seen)
+
+
+# What is shown ----------------------------------------------------------------------------------------------
+
+
+def shown(document: Document, width: int = 80) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(table(document))
+    return out.getvalue()
+
+
+def filled_in(text: Path, peak: int | None) -> Document:
+    """A comparison of one run each, with memory measured or not."""
+    first, second = (model_of(config, config.recipe) for config in small_pair(text))
+    run = Run(
+        side="first", seed=0, steps=92, seconds=4.0, tokens_per_s=46626.0, bits_per_byte_before=7.5,
+        bits_per_byte=2.9217, peak_bytes=peak, stopped="time", curve=[],
+    )  # fmt: skip
+    row = Speed(
+        side="first", length=256, rows=8, mode="eager", step_ms=12.3, step_ms_p20=12.0, step_ms_p80=13.0,
+        tokens_per_s=45678.0, peak_bytes=peak,
+    )  # fmt: skip
+    return Document(
+        env=results.environment("cpu"), first=first, second=second, seeds=1, lengths=[256],
+        runs=[run, msgspec.structs.replace(run, side="second", peak_bytes=None)],
+        speed=[row, msgspec.structs.replace(row, side="second", peak_bytes=None)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("peak", [None, 3 * 2**20])
+@pytest.mark.parametrize("width", [18, 80])
+def test_models_keep_their_whole_names_and_nothing_is_cut(peak: int | None, width: int, text: Path) -> None:
+    lines = shown(filled_in(text, peak), width).splitlines()
+    assert not any("…" in line for line in lines)
+    for name in ("byte-spectral-tiny", "llm-med-tiny"):
+        assert sum(name in line for line in lines) >= 2
+
+
+def test_memory_is_a_column_where_it_was_measured(text: Path) -> None:
+    assert shown(filled_in(text, 3 * 2**20), 200).count("peak MiB") == 2
+    lines = shown(filled_in(text, None)).splitlines()
+    assert " ".join(lines[1].split()) == "model parameters seeds training s steps bytes/s bits/byte"
+    assert not any("peak" in line for line in lines)
 
 
 # The whole --------------------------------------------------------------------------------------------------
@@ -457,8 +510,13 @@ def test_other_data_are_not_pooled(text: Path, caplog: pytest.LogCaptureFixture)
     assert compared(resume=False).data_bytes == len(text.read_bytes())
     document = compared(resume=True)
     text.write_bytes(text.read_bytes()[::-1])
-    with pytest.raises(CompareError, match=r"other bytes of .*book\.txt \(9000 then, 9000 now\)"):
+    with pytest.raises(CompareError, match=r"other bytes of .*book\.txt: restore them"):
         compared(resume=True)
+    kept = text.read_bytes()
+    text.write_bytes(kept[1:])
+    with pytest.raises(CompareError, match=r"other bytes of .*book\.txt \(9000 then, 8999 now\): restore"):
+        compared(resume=True)
+    text.write_bytes(kept)
     document.data_bytes, document.data_digest = 0, ""
     write(out, document)
     with caplog.at_level(logging.WARNING, "bakeoff"):
@@ -582,3 +640,20 @@ def test_a_page_is_filled_between_its_marks(tmp_path: Path) -> None:
     document.data_bytes = 4_000_000
     write(tmp_path / "results" / "mine", document)
     assert "enwik8-4MB.txt of 4,000,000 bytes, rows" in filled(page, tmp_path)
+
+
+@pytest.mark.parametrize("absent", ["altair", "vl_convert"])
+def test_pictures_name_what_they_need(absent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, absent, None)
+    write(tmp_path / "results" / "mine", read(ROOT / "results" / "cpu" / "enwik8-poles"))
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text("<!-- comparison: results/mine -->\nold\n<!-- end -->\n")
+    done = CliRunner().invoke(page_command, [str(page)])
+    assert done.exit_code == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("Error: pictures need ")
+    assert absent in line
+    assert line.endswith(": pip install -e '.[report]'")
+    assert "old" in page.read_text()
+    assert CliRunner().invoke(page_command, ["--check", str(page)]).exit_code == 1

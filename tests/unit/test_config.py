@@ -140,6 +140,8 @@ def test_printed_toml_reads_back_equal(
         ("train.seq_len=4096", "train.seq_len=4096 is longer than model.max_seq_len=1024"),
         ("train.accumulate=5", "can't be cut into train.accumulate=5 equal parts"),
         ("model.vocab=100", "it needs 256"),
+        ("data.path=caf\udce9", "data.path='caf\\udce9' is not UTF-8: rename it, or give the folder"),
+        ("train.run_dir=caf\udce9", "train.run_dir='caf\\udce9' is not UTF-8: rename it"),
     ],
 )
 def test_wrong_overrides_name_the_key_and_the_fix(override: str, message: str) -> None:

@@ -116,6 +116,20 @@ def test_report_of_a_broken_table_leaves_it(cache: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+def test_paths_are_whole_on_a_narrow_terminal(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / "a folder" / ("x" * 90)
+    monkeypatch.setenv("BAKEOFF_CACHE", str(deep))
+    report = msgspec.structs.replace(doctor.examine("cpu"), warnings=[f"{deep} can't be written"])
+    out = io.StringIO()
+    doctor.show(report, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert f"cache      {deep}" in lines
+    assert f"table      0 verdicts, 0 stale, 0 not in force: {report.table.path}" in lines
+    assert f"! {deep} can't be written" in lines
+
+
 def test_text_and_json_say_the_same(cache: Path) -> None:
     done = CliRunner().invoke(main, ["doctor", "--device", "cpu", "--json"])
     assert done.exit_code == 0, done.output

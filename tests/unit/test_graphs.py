@@ -121,13 +121,15 @@ def test_a_rate_that_replays_read_may_change_and_betas_may_not() -> None:
         captured._refuse_new_numbers()
 
 
-@pytest.mark.parametrize("assign", ["setitem", "update"])
+@pytest.mark.parametrize("assign", ["setitem", "update", "merge"])
 def test_every_assignment_of_a_rate_reaches_its_mirror(assign: str) -> None:
     (group,) = AdamW([nn.Parameter(torch.ones(3))], lr=1e-3).param_groups
     mirror = group.rates[torch.device("cpu")] = torch.zeros(())  # type: ignore[attr-defined]
     for value in (0.5, torch.tensor([0.25])):
         if assign == "update":
             group.update(lr=value)
+        elif assign == "merge":
+            group |= {"lr": value}
         else:
             group["lr"] = value
         assert mirror.item() == float(value)

@@ -1,10 +1,12 @@
-"""Tables of an op's measurements on a page, from committed results: `python -m bakeoff.bench.page PAGE...`.
+"""Tables of an op's measurements on a page, from committed results: `python -m bakeoff.bench.page PAGE...`;
+`--check` only compares.
 
 A page has the lines ``<!-- op: NAME -->`` and ``<!-- end -->``; what is between them is written. A stale case
 was measured with another source than today's.
 """
 
 import re
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,12 @@ _WAYS = {"forward": "Forward", "both": "Forward and backward"}
 
 
 def rewritten(page: str, folder: Path) -> str:
-    """`page` with every op's tables as `folder`'s results have them today."""
-    return _PART.sub(lambda found: f"{found[1]}{render(found[2], folder)}\n{found[3]}", page)
+    """`page` with every op's tables as `folder`'s results have them today.
+
+    Raises:
+        ResultsError: an op that neither is there nor was measured.
+    """
+    return _PART.sub(lambda found: f"{found[1]}{_tables(found[2], folder)}\n{found[3]}", page)
 
 
 def render(op: str, folder: Path) -> str:
@@ -46,6 +52,13 @@ def render(op: str, folder: Path) -> str:
     return "\n\n".join(tables)
 
 
+def _tables(op: str, folder: Path) -> str:
+    text, ops = render(op, folder), results.declared()
+    if not text and op not in ops:
+        raise results.ResultsError(f"there is no op {op!r}; the ops are {', '.join(sorted(ops))}")
+    return text
+
+
 def _table(cases: dict[str, list[dict[str, Any]]]) -> str:
     names = list(dict.fromkeys(row["candidate"] for rows in cases.values() for row in rows))
     lines = [
@@ -55,8 +68,9 @@ def _table(cases: dict[str, list[dict[str, Any]]]) -> str:
     for case, rows in cases.items():
         by_name = {row["candidate"]: row for row in rows}
         chosen = next((row for row in rows if row["chosen"]), None)
-        share = f"{chosen['share']:.0%}" if chosen else "-"
-        errors = f"{chosen['error']:.1e}, {chosen['eager_error']:.1e}" if chosen else "-"
+        share = f"{chosen['share']:.0%}" if chosen and chosen["share"] is not None else "-"
+        found = [chosen["error"], chosen["eager_error"]] if chosen else [None]
+        errors = "-" if None in found else ", ".join(f"{error:.1e}" for error in found)
         times = " | ".join(_cell(by_name.get(name)) for name in names)
         stale = "" if all(map(results.current, rows)) else " (stale)"
         lines.append(f"| {case}{stale} | {times} | {share} | {errors} |")
@@ -72,14 +86,26 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 @click.command()
+@click.option("--check", is_flag=True, help="Change nothing; exit with 1 when a page is out of date.")
 @click.argument("pages", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option(
     "--results", "folder", type=click.Path(path_type=Path), default=Path("results"), show_default=True
 )
-def main(pages: tuple[Path, ...], folder: Path) -> None:
+def main(check: bool, pages: tuple[Path, ...], folder: Path) -> None:
     """Write every op's tables into PAGES."""
+    stale = False
     for page in pages:
-        page.write_text(rewritten(page.read_text("utf-8"), folder), "utf-8")
+        old = page.read_text("utf-8")
+        try:
+            new = rewritten(old, folder)
+        except results.ResultsError as error:
+            raise click.ClickException(f"{page}: {error}") from None
+        if check and new != old:
+            click.echo(f"{page} is out of date: run python -m bakeoff.bench.page {page}", err=True)
+            stale = True
+        elif new != old:
+            page.write_text(new, "utf-8")
+    sys.exit(stale)
 
 
 if __name__ == "__main__":

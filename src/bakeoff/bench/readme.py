@@ -264,7 +264,12 @@ SECTIONS: dict[str, Callable[[File, str], str]] = {
 )
 def main(check: bool, readme: Path, folder: Path) -> None:
     """Write the table of results between the README's markers."""
-    old = readme.read_text("utf-8")
+    try:
+        old = readme.read_text("utf-8")
+    except OSError as error:
+        raise click.ClickException(
+            f"{readme} can't be read ({error.strerror}): run this in the repository, or give another --readme"
+        ) from None
     new = replaced(old, render(folder))
     if check and new != old:
         click.echo(f"{readme} is out of date: run python -m bakeoff.bench.readme", err=True)

@@ -118,6 +118,9 @@ class Row(msgspec.Struct, kw_only=True):
         return self.op, self.case, self.regime, self.direction
 
 
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Row) if not field.required}
+
+
 class File(msgspec.Struct):
     """A results file. Suites may add their own fields to rows, and a summary."""
 
@@ -205,15 +208,19 @@ def failed_row(cell: Cell, regime: str, reason: str) -> Row:
 
 
 def read(path: Path) -> File:
-    """The results in `path`. Raises ResultsError with what is wrong."""
+    """The results in `path`; rows of ops have all of `Row`'s fields. Raises ResultsError with what
+    is wrong."""
     try:
         file = msgspec.json.decode(contents(path, _LARGEST), type=File)
         msgspec.convert([row for row in file.rows if "op" in row], type=list[Row])
-        return file
     except OSError as error:
         raise ResultsError(f"{path} can't be read: {error.strerror or error}") from None
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ResultsError(f"{path} is no results file of this version: {error}. Move it away") from None
+    for row in file.rows:
+        if "op" in row:
+            row.update(_DEFAULTS | row)
+    return file
 
 
 def open_file(path: Path, env: Env) -> File:

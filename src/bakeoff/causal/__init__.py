@@ -33,8 +33,18 @@ def assert_causal(
     cuts spread over the row. Right behind a cut come the 3 * `samples` most frequent tokens in turn, so that
     a hard gate on one of them as the next token shows; one on a rarer token shows by chance. All this in
     evaluation and in training mode, with equal random draws (dropout then drops the same elements); batch
-    statistics in training mode are a leak, and found. Further: a row must not see other rows; logits must
-    not see the targets, where the model returns logits beside a loss; and decoding must equal the whole pass.
+    statistics in training mode are a leak, and found. Further: a row must not see other rows; logits must not
+    see the targets, where the model returns logits beside a loss; and decoding must equal the whole pass.
+
+    The cuts are few, so that a leak of few outputs, such as the last ones of chunks that take in the next
+    chunk's first token, would show in these by chance. Therefore in evaluation mode (after the update, where
+    there is one) single tokens are changed, too, at one place after the other, in passes of at most four
+    times the rows: with up to 512 tokens to a row every output that any change of the next token moves is
+    certain to show. In longer rows the places are the multiples of s, the least power of two that leaves at
+    most max(64, 2^18 / T) of them: 4 at T=1024, 16 at 2048, 64 at 4096. A leak at the ends of chunks of c
+    tokens is then certain to show where a common multiple of c and s is below T, hence for every c < T / s
+    and every power of two below T. By chance show other leaks of few outputs: in training mode alone, or by a
+    hard decision on the next token.
 
     Args:
         model: ``model(ids)`` gives logits [B, T, ...], alone or first in a tuple, or as ``.logits``. It is
@@ -80,9 +90,11 @@ def assert_causal(
         subject, edits = Subject(model, rows, draws, seed), Edits(rows, vocab, draws)
         if perturb:
             subject.perturb()
-        check(subject, edits, "with perturbed parameters" if perturb else "as it is")
-        if perturb and subject.trainable:
+        updates = perturb and bool(subject.trainable)
+        stage = "with perturbed parameters" if perturb else "as it is"
+        check(subject, edits, stage, each_place=not updates)
+        if updates:
             subject.update()
-            check(subject, edits, "after one update")
+            check(subject, edits, "after one update", each_place=True)
         if check_decode:
             compare_decode(subject)

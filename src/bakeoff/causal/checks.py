@@ -1,6 +1,7 @@
 """What a causal model's answers must fulfil, and the error that says where one doesn't."""
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from bakeoff.errors import BakeoffError
 __all__ = ["CausalityError", "check", "compare_decode"]
 
 _SCAN = 64  # passes spent on tracing a leak that was found
+_WIDE = 4  # batches of the check's own in a pass over single places, which keeps nothing for a backward
 
 
 class CausalityError(BakeoffError, AssertionError):
@@ -37,12 +39,17 @@ class CausalityError(BakeoffError, AssertionError):
         self.position, self.ahead, self.size, self.tolerance = position, ahead, size, tolerance
 
 
-def check(subject: Subject, edits: Edits, stage: str) -> None:
-    """Raises `CausalityError` where an output sees more than the tokens of its own row up to its own."""
+def check(subject: Subject, edits: Edits, stage: str, *, each_place: bool) -> None:
+    """Raises `CausalityError` where an output sees more than the tokens of its own row up to its own.
+
+    With `each_place` single tokens are changed at one place after the other, too.
+    """
     for training in (False, True):
         trial = _Trial(subject, edits, training, stage)
         trial.check_edits()
         trial.check_rows()
+        if each_place and not training:
+            trial.check_places()
         if training and "targets" in subject.accepts:
             trial.check_targets()
 
@@ -75,6 +82,23 @@ class _Trial:
             position = int(leaking[row].nonzero()[0])
             message = f"output {position} of a row changes with the other rows of its batch"
             raise self._error(f"{self.when}, {message}", position, 0, found[row].max().item(), note)
+
+    def check_places(self) -> None:
+        """Outputs before a place stand, whatever token is there: a leak of one output finds its place."""
+        places = self.edits.places()
+        passes = math.ceil(len(places) / (_WIDE * len(self.rows)))
+        count = math.ceil(len(places) / passes)
+        # One shape for all passes, so that they draw and round alike: the last one takes some places again.
+        places = torch.cat([places, places[: passes * count - len(places)]])
+        rows = self.rows.repeat(math.ceil(count / len(self.rows)), 1)[:count]
+        base = self.subject.logits(rows, training=self.training)
+        for cuts in places.split(count):
+            edited = self.edits.single(rows, cuts)
+            found = change(base, self.subject.logits(edited, training=self.training))
+            leaking = self._leaking(found, cuts)
+            if (note := self._confirmed(found, leaking, edited, rows=rows)) is not None:
+                row, position = leaking.nonzero()[0].tolist()
+                raise self._sees(position, int(cuts[row]) - position, found[leaking].max().item(), note)
 
     def check_targets(self) -> None:
         """With targets given, in training mode: logits see neither them nor the future."""
@@ -112,14 +136,16 @@ class _Trial:
         ids: Tensor,
         targets: Tensor | None = None,
         others: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> str | None:
-        """As `confirmed`, of the change where it is `leaking`, to `ids` and, where given, from `targets` to
-        `others`; None where nothing is."""
+        """As `confirmed`, of the change where it is `leaking`, from `rows`, by default the trial's, to `ids`
+        and, where given, from `targets` to `others`; None where nothing is."""
         if not leaking.any():
             return None
 
         def look(subject: Subject) -> float:
-            base = subject.logits(self.rows, training=self.training, targets=targets)
+            before = self.rows if rows is None else rows
+            base = subject.logits(before, training=self.training, targets=targets)
             after = subject.logits(ids, training=self.training, targets=others)
             return change(base, after)[leaking].max().item()
 
@@ -129,6 +155,10 @@ class _Trial:
         return CausalityError(
             message, position=position, ahead=ahead, size=size, tolerance=self.tolerance, note=note
         )
+
+    def _sees(self, position: int, ahead: int, size: float, note: str) -> CausalityError:
+        message = f"{self.when}, output {position} sees its future, at least {ahead} ahead, and changes"
+        return self._error(message, position, ahead, size, note)
 
     def _blame(self, edited: Tensor, cuts: Tensor, found: Tensor, note: str) -> None:
         """Raises, after tracing the leak: its first position and how far that position sees."""
@@ -150,8 +180,7 @@ class _Trial:
             seen, size = {int(cuts[row]): leaking[row]}, found[leaking].max().item()
         first = min(int(where.nonzero()[0]) for where in seen.values() if where.any())
         ahead = max(cut for cut, where in seen.items() if where[first]) - first
-        message = f"{self.when}, output {first} sees its future, at least {ahead} ahead, and changes"
-        raise self._error(message, first, ahead, size, note)
+        raise self._sees(first, ahead, size, note)
 
 
 def compare_decode(subject: Subject) -> None:

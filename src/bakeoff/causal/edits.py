@@ -8,6 +8,7 @@ from bakeoff.causal.copies import device_of
 __all__ = ["ROUNDS", "Edits", "token_rows"]
 
 ROUNDS = 4
+_TOKENS, _PLACES = 2**18, 64  # one place after the other: the most tokens, but so many places in any case
 
 
 def token_rows(
@@ -70,5 +71,21 @@ class Edits:
             new = torch.where(places == cuts[:, None], self.frequent[turn.to(rows.device)][:, None], new)
         edited = torch.where(chosen, new, rows)
         same = (places == cuts[:, None]) & (edited == rows)
+        return torch.where(same, self._others(rows), edited), cuts
+
+    def places(self) -> Tensor:
+        """All places but the first; in rows longer than 512 tokens the multiples of a power of two."""
+        length, step = self.rows.shape[1], 1
+        while (length - 1) // step > max(_PLACES, _TOKENS // length):
+            step *= 2
+        return torch.arange(step, length, step, device=self.rows.device)
+
+    def single(self, rows: Tensor, places: Tensor) -> Tensor:
+        """`rows` [N, T], each with another token at its own one of `places` [N]."""
+        chosen = torch.arange(rows.shape[1], device=rows.device) == places[:, None]
+        return torch.where(chosen, self._others(rows), rows)
+
+    def _others(self, rows: Tensor) -> Tensor:
+        """Uniform tokens, none of which is that of `rows`."""
         step = 1 + torch.randint(self.vocab - 1, rows.shape, generator=self.draws).to(rows.device)
-        return torch.where(same, (rows + step) % self.vocab, edited), cuts
+        return (rows + step) % self.vocab

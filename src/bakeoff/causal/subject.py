@@ -133,8 +133,8 @@ class Subject:
         """One step of training, with a loss of the model's own where it has one."""
         ids, targets = self.rows[:, :-1], self.rows[:, 1:]
         self.same_draws()
-        mode = self.model.training
-        self.model.train()
+        if not self.model.training:  # else its parts keep modes of their own, such as a frozen BatchNorm's
+            self.model.train()
         with torch.enable_grad():
             if "targets" in self.accepts:
                 loss = self.model(ids, targets=targets)[1]
@@ -146,7 +146,6 @@ class Subject:
             for p, gradient in zip(self.trainable, gradients, strict=True):
                 if gradient is not None:
                     p.sub_(gradient.nan_to_num().sign(), alpha=0.01)
-        self.model.train(mode)
 
 
 def change(one: Tensor, other: Tensor) -> Tensor:

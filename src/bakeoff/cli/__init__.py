@@ -1,6 +1,7 @@
 """The ``bakeoff`` command. Only click is imported here; each command imports its body when it runs.
 
-Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted. ``bakeoff train`` takes a signal as the
+wish to save and end, and then is done: 0.
 """
 
 import errno

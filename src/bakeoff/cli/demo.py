@@ -12,11 +12,13 @@ from bakeoff.bench import results
 from bakeoff.cli import doctor
 from bakeoff.cli.generating import continuation
 from bakeoff.cli.terminal import console, counted, device_named, working
-from bakeoff.cli.training import print_unsettled, rehearsed
+from bakeoff.cli.training import print_unsettled, program, rehearsed
 from bakeoff.compare import Document, compared, match, model_of, pair, parameters, table
+from bakeoff.paths import expanded
 from bakeoff.select import policy
-from bakeoff.train import Config, Result, load_run, train
-from bakeoff.train.data import ByteCorpus, split
+from bakeoff.train import Config, ConfigError, Result, load_run, train
+from bakeoff.train.checkpoint import steps
+from bakeoff.train.data import ByteCorpus, DataError, split
 from bakeoff.train.device import pick_device
 
 __all__ = ["demo_configs", "run"]
@@ -36,7 +38,11 @@ def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, 
     start = time.monotonic()
     device = device_named(device)
     out = out or Path("runs", f"demo-{time.strftime('%Y%m%d-%H%M%S')}")
-    configs = demo_configs(device, seconds, data, out, quick)
+    try:
+        configs = demo_configs(device, seconds, data, out, quick)
+    except DataError as error:
+        raise DataError(str(error).replace("data.path", "--data")) from None
+    _make_folders(out, configs)
     printer = console()
     _heading(printer, "1. The machine")
     doctor.show(doctor.examine(device), printer)
@@ -54,8 +60,12 @@ def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, 
         limit = f"for {config.train.max_seconds:.0f} s"
         _heading(printer, f"3. Training {config.recipe} on {config.data.path} {limit}")
         result = train(config, console=printer)
-        if result.checkpoint is None or result.stopped not in ("steps", "time"):
-            return  # a signal; the trainer said what it saved
+        if result.stopped not in ("steps", "time"):
+            if result.checkpoint:
+                resume = f"--config {shlex.quote(str(result.run_dir / 'config.toml'))} --resume auto"
+                text = f"to finish this run alone: {program()} train {resume}"
+                printer.print(text, highlight=False, soft_wrap=True)
+            raise click.exceptions.Exit(130)
         found.append(result)
         before, after = result.bits_per_byte_before, result.bits_per_byte_after
         text = f"held-out bits per byte: {before:.3f} before, {after:.3f} after"
@@ -72,7 +82,8 @@ def demo_configs(
     device: str, seconds: float | None, data: str | None, out: Path, quick: bool
 ) -> tuple[Config, Config]:
     """LLM-Med and byte-spectral of equal parameters, tiny on the CPU, small on a GPU, for equal time, which a
-    GPU has less of where the data are few; tuned before, not again at their start."""
+    GPU has less of where the data are few; tuned before, not again at their start. Raises DataError for data
+    that can't be trained on."""
     cuda = device.startswith("cuda")
     length = seconds or (QUICK_SECONDS if quick else GPU_SECONDS if cuda else CPU_SECONDS)
     size = "" if cuda and not quick else "-tiny"
@@ -82,15 +93,30 @@ def demo_configs(
     spectral, med = pair(
         f"byte-spectral{size}", f"llm-med{size}", overrides, data=data, device=device, minutes=length / 60
     )
+    corpus = ByteCorpus.open(med.data.path)
+    training, _ = split(corpus, med.data.holdout, med.seq_len, "give a longer --data")
     if cuda and not quick and not seconds:
-        training, _ = split(ByteCorpus.open(med.data.path), med.data.holdout, med.seq_len)
         length = min(length, max(QUICK_SECONDS, GPU_PASSES * len(training) / GPU_BYTES_PER_S))
 
     def placed(config: Config) -> Config:
-        settings = {"max_seconds": length, "run_dir": str(out / config.recipe)}
+        settings = {"max_seconds": length, "run_dir": str(out / config.recipe), "resume": "never"}
         return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, **settings))
 
     return placed(med), placed(match(spectral, parameters(med.model)))
+
+
+def _make_folders(out: Path, configs: tuple[Config, Config]) -> None:
+    """The folders of both runs. Raises ConfigError where they can't be made, or hold runs."""
+    try:
+        for config in configs:
+            folder = expanded(config.train.run_dir)
+            if steps(folder):
+                raise ConfigError(f"{folder} already holds a run: give another --out")
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"can't write to {out} ({error.strerror}): set --out to a folder that can be written"
+        ) from None
 
 
 def _compare(configs: tuple[Config, Config], found: list[Result], device: str, out: Console) -> None:
@@ -128,8 +154,8 @@ def _places(
     for config, result in zip(configs, found, strict=True):
         places[config.recipe] = result.run_dir / "metrics.jsonl"
     places["table"] = policy.store.path(device)
-    places["go on"] = f"bakeoff generate {shlex.quote(str(found[0].run_dir))} --prompt 'class '"
-    places["compare"] = "bakeoff compare"
+    places["go on"] = f"{program()} generate {shlex.quote(str(found[0].run_dir))} --prompt 'class '"
+    places["compare"] = f"{program()} compare"
     width = max(map(len, places)) + 2
     out.print()
     for name, place in places.items():

@@ -1,18 +1,25 @@
 """explain: from a call written as text to its choice."""
 
+import re
+
+import click
 import msgspec
+from click.core import ParameterSource
 
 from bakeoff.bench.notation import NotationError, read_case, split_key
 from bakeoff.cli import tables
 from bakeoff.cli.terminal import console, device_named, print_json
-from bakeoff.errors import PolicyError
-from bakeoff.select import find_op, policy, using
+from bakeoff.errors import ContestError, PolicyError
+from bakeoff.select import Case, Op, find_op, policy, using
 from bakeoff.select.explain import explain_case
 from bakeoff.select.key import key
 from bakeoff.select.render import selection_table
-from bakeoff.select.tune import settle
+from bakeoff.select.tune import note, tune
 
 __all__ = ["run"]
+
+_UNREADABLE = re.compile(r"\w+\[(?![\d,\s*]*\])")
+"""Begins as a tensor does and goes on otherwise."""
 
 
 def run(
@@ -26,6 +33,7 @@ def run(
 ) -> None:
     """Print the explanation of the call in `words`, or the table's verdicts where there is none."""
     if not words:
+        _refuse_options()
         tables.show(None, device)
         return
     pasted = split_key(" ".join(words))
@@ -36,7 +44,10 @@ def run(
         if "(" in name:
             raise NotationError(f"{name[:60]!r} is no whole key: quote all of it, to the regime at its end")
     op = find_op(name)
+    _check(arguments)
     case = read_case(op, arguments, device_named(device), grad=grad)
+    if regime == "graph" and not case.device.startswith("cuda"):
+        raise PolicyError("--regime graph needs a CUDA device: use eager or compiled on the CPU")
     compiled = regime == "compiled"  # not a setting: torch.compile enters it
     if hold and compiled:
         raise PolicyError(
@@ -46,9 +57,44 @@ def run(
         settings = msgspec.structs.replace(entered, regime=regime)
         counted = settings.on(case.device)
         if hold and policy.store.lookup(op, key(op, case, counted), case.device) is None:
-            settle(op, case, counted)
+            _tune(op, case, counted)
         found = explain_case(op, case, settings)
     if as_json:
         print_json(found)
     else:
         console().print(selection_table([found]))
+
+
+def _refuse_options() -> None:
+    """Raises UsageError where options of a call were given without one."""
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+    ]
+    if given := [name for name in given if name != "--device"]:
+        raise click.UsageError(
+            f"{', '.join(given)} without a call: name an op and its arguments, "
+            f"such as rms_norm 'x=bf16[8192,4096]'",
+            context,
+        )
+
+
+def _check(arguments: list[str]) -> None:
+    """Raises NotationError unless each argument is given once and every tensor can be read."""
+    seen = set()
+    for argument in arguments:
+        name, _, text = argument.partition("=")
+        if name in seen:
+            raise NotationError(f"{name} is given twice: leave one of them out")
+        if _UNREADABLE.match(text):
+            raise NotationError(f"{argument!r} can't be read: write a tensor as {name}=bf16[8,40]")
+        seen.add(name)
+
+
+def _tune(op: Op, case: Case, regime: str) -> None:
+    """Hold the contest of `case`. Raises ContestError where it can't be held."""
+    if unsettled := tune(lambda: note(op, case, regime)).unsettled:
+        reasons = "; ".join(unsettled.values())
+        raise ContestError(f"--tune left no verdict, and without it explain says what runs: {reasons}")

@@ -24,13 +24,17 @@ def path(device: str) -> None:
 
 
 def show(file: Path | None, device: str) -> None:
-    """Print a table's verdicts and whether they hold."""
+    """Print the verdicts of a table, or of all that count on this machine, and whether they hold."""
     device = device_named(device)
-    place = file or policy.store.path(device)
-    if file is None and not _exists(place):
-        click.echo(f"no verdicts yet: bakeoff tune RECIPE measures some (they go to {place})")
-        return
-    table = read(place)
+    places = [file] if file else [place for place in policy.store.paths(device) if _exists(place)]
+    if not places:
+        own = policy.store.path(device)
+        click.echo(f"no verdicts yet: bakeoff tune RECIPE measures some (they go to {own})")
+    for place in places:
+        _show(read(place), place, device)
+
+
+def _show(table: Table, place: Path, device: str) -> None:
     grid = Grid(box=None, header_style="bold", pad_edge=False)
     for name in ("key", "winner", "ms", "eager ms", "standing"):
         grid.add_column(name, justify="right" if name.endswith("ms") else "left", overflow="fold")
@@ -76,7 +80,12 @@ def export(file: Path, device: str) -> None:
     if not _exists(own):
         raise TableError(f"there is no table at {own} yet: run bakeoff tune RECIPE first")
     table = read(own)
-    write(file, table)
+    try:
+        write(file, table)
+    except OSError as error:
+        raise TableError(
+            f"{file} can't be written ({error.strerror or error}): give a file in a writable folder"
+        ) from None
     click.echo(f"{len(table.rows)} verdicts to {file}")
 
 
@@ -90,20 +99,21 @@ def take(file: Path, replace: bool, device: str) -> None:
             f"nothing here; "
             "run bakeoff tune instead"
         )
-    own = policy.store.path(device)
+    own, place = policy.store.path(device), policy.store.path(device, table.facts)
     if replace:
-        _set_aside(own)
-        write(own, table)
+        for old in {own, place}:
+            _set_aside(old)
+        write(place, table)
     elif table.facts.same_software != here.same_software:
         raise TableError(
             f"{file} was measured with {_versions(table.facts)}; here are {_versions(here)}: "
-            "--replace takes it in place of this machine's table, marked stale"
+            "--replace takes it in place of the table of the versions here, marked stale"
         )
     else:
         policy.store.add(table.rows.values(), device)
         if policy.store.silent:
             raise TableError(f"{own} can't be written: set BAKEOFF_CACHE to a writable folder")
-    click.echo(f"{len(table.rows)} verdicts to {own}")
+    click.echo(f"{len(table.rows)} verdicts to {place}")
 
 
 def diff(a: Path, b: Path | None, device: str) -> None:

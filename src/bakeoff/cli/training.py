@@ -3,6 +3,8 @@
 import math
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from bakeoff.train import Config, Result, recipe, resolve, to_toml, train
 from bakeoff.train.data import Batches, ByteCorpus, split
 from bakeoff.train.step import Stepper
 
-__all__ = ["configured", "print_config", "print_result", "run", "tune_recipe"]
+__all__ = ["configured", "print_config", "print_result", "program", "run", "tune_recipe"]
 
 DEFAULT = "llm-med-tiny"
 
@@ -55,8 +57,24 @@ def run(config: Config) -> None:
             return  # torchrun shows every rank's output; one says it all
         print_result(result, out)
         if result.checkpoint:
-            text = f"text from it: bakeoff generate {shlex.quote(str(result.run_dir))}"
+            text = f"text from it: {program()} generate {shlex.quote(str(result.run_dir))}"
             out.print(text, highlight=False, soft_wrap=True)
+
+
+def program() -> str:
+    """What a shell runs this command by: its name where PATH finds the one that runs, else its path."""
+    ran = Path(sys.argv[0])
+    if ran.parts[-2:] == ("bakeoff", "__main__.py"):
+        return f"{_typed(Path(sys.executable))} -m bakeoff"
+    return _typed(ran) if ran.name == "bakeoff" else "bakeoff"
+
+
+def _typed(path: Path) -> str:
+    found = shutil.which(path.name)
+    if found and Path(found).absolute() == path.absolute():
+        return path.name
+    here = os.path.relpath(path)
+    return shlex.quote(min(here if os.sep in here else f"./{here}", str(path.absolute()), key=len))
 
 
 def print_result(result: Result, out: Console) -> None:

@@ -166,9 +166,10 @@ def _opened(
     if not held.data_digest:
         log.warning("%s does not say what its data were: make sure that they are today's %s", out, data.name)
     elif (held.data_bytes, held.data_digest) != (len(data), digest):
+        sizes = f" ({held.data_bytes} then, {len(data)} now)" if held.data_bytes != len(data) else ""
         raise CompareError(
-            f"{out} holds a comparison on other bytes of {data.name} ({held.data_bytes} then, {len(data)} "
-            "now): restore them, or give another --out"
+            f"{out} holds a comparison on other bytes of {data.name}{sizes}: restore them, or give another "
+            "--out"
         )
     held.seeds, held.lengths = max(seeds, held.seeds), sorted({*lengths, *held.lengths})
     held.verdict = held.crossover = None

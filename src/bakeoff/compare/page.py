@@ -2,10 +2,10 @@
 
 Between ``<!-- comparison: FOLDER -->`` and ``<!-- end -->`` it puts what FOLDER/compare.json says, and beside
 the document, in images/, the pictures of it. ``--check`` only compares the text. Pictures need
-``pip install bakeoff[report]``.
+``pip install -e '.[report]'``.
 """
 
-import importlib
+import importlib.util
 import re
 import statistics
 import sys
@@ -168,10 +168,14 @@ def main(check: bool, page: Path) -> None:
     new = filled(old, root)
     if check:
         sys.exit(f"{page} is out of date: run python -m bakeoff.compare.page {page}" if new != old else 0)
+    folders = [folder for _, folder, _ in _MARKED.findall(new)]
+    missing = [name for name in ("altair", "vl_convert") if importlib.util.find_spec(name) is None]
+    if folders and missing:
+        raise click.ClickException(f"pictures need {' and '.join(missing)}: pip install -e '.[report]'")
     page.write_text(new, "utf-8")
     images = page.parent / "images"
     images.mkdir(exist_ok=True)
-    for _, folder, _ in _MARKED.findall(new):
+    for folder in folders:
         document, name = read(root / folder), Path(folder).name
         pictures = {"curves": _curves(document)} | ({"speed": _speeds(document)} if document.speed else {})
         for kind, picture in pictures.items():

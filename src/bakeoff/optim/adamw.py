@@ -1,7 +1,7 @@
 """AdamW in one update launch for all tensors of a group, with clipping and skipping on the device."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,15 +26,15 @@ class AdamW(Optimizer):
     GradScaler and `state_dict` (keys ``step``, ``exp_avg``, ``exp_avg_sq``) work both ways with torch's.
     Every step may be captured in a CUDA graph; a learning rate assigned later, by hand or by a scheduler,
     reaches the graph's next replay (betas, eps and weight decay are constants of the graph). Take one step
-    outside capture first.
+    outside capture first. Plain dicts put into `param_groups` are replaced by their copies in the next step.
 
     Args:
         params: parameters, named parameters or group dicts; float16, bfloat16, float32 or float64.
         lr: learning rate >= 0, a number or a scalar tensor.
         betas, eps, weight_decay, maximize: as torch's.
         amsgrad, differentiable: not supported; True raises.
-        foreach, fused: True forces that candidate; None and False leave the choice to selection. With
-            foreach, GradScaler unscales the gradients itself, and waits for the device.
+        foreach, fused: True forces that candidate, for all groups; None and False leave the choice to
+            selection. With foreach, GradScaler unscales the gradients itself, and waits for the device.
         capturable: accepted for torch's sake; every step is.
         max_grad_norm: gradients whose global norm (over all groups) is larger are scaled down to it, as by
             torch.nn.utils.clip_grad_norm_, but without another pass that writes them.
@@ -91,10 +91,7 @@ class AdamW(Optimizer):
         impl: str | None = None,
     ) -> None:
         del capturable
-        if differentiable:
-            raise ValueError(
-                "AdamW: steps are taken in place and can't be differentiated; use torch.optim.AdamW"
-            )
+        _check_differentiable(differentiable)
         if foreach and fused:
             raise ValueError("AdamW: foreach and fused are two candidates; set one of them at most")
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -132,14 +129,26 @@ class AdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch's; raises for settings or parameters that AdamW can't take."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1] = _ParamGroup(self.param_groups[-1])
-        # Every step is; torch, which reads this too, captures on CUDA only.
-        group["capturable"] = any(p.is_cuda for p in group["params"])
         try:
-            self._check(group)
+            self.param_groups[-1] = self._adopted(self.param_groups[-1])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def _adopted(self, given: dict[str, Any]) -> "_ParamGroup":
+        """The group as `step` needs it; raises for settings or parameters that AdamW can't take."""
+        group = _ParamGroup({**self.defaults, **given})
+        # Every step is; torch, which reads this too, captures on CUDA only.
+        group["capturable"] = any(p.is_cuda for p in group["params"])
+        _check_differentiable(group["differentiable"])
+        for candidate in ("foreach", "fused"):
+            if group[candidate] and self.impl != candidate:
+                raise ValueError(
+                    f"AdamW: a group can't force {candidate} for itself; leave it out there, or give "
+                    f"AdamW(..., {candidate}=True), for all groups"
+                )
+        self._check(group)
+        return group
 
     def _check(self, group: dict[str, Any]) -> None:
         if group["amsgrad"]:
@@ -175,6 +184,9 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for i, plain in enumerate(self.param_groups):
+            if not isinstance(plain, _ParamGroup):
+                self.param_groups[i] = self._adopted(plain)
         lots: list[tuple[Any, Group]] = [
             (group, lot) for group in self.param_groups for lot in self._lots(group)
         ]
@@ -422,6 +434,10 @@ class _ParamGroup(dict[str, Any]):
         for key, value in dict(*args, **named).items():
             self[key] = value
 
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
     def rate(self, device: torch.device) -> float | Tensor:
         """The learning rate for an update on `device`: a number, or a scalar that later assignments reach."""
         lr: float | Tensor = self["lr"]
@@ -451,6 +467,11 @@ class _ParamGroup(dict[str, Any]):
         if kind not in self.known or self.known[kind][0] != addresses:
             self.known[kind] = addresses, overlap(params)
         return self.known[kind][1]
+
+
+def _check_differentiable(wanted: bool) -> None:
+    if wanted:
+        raise ValueError("AdamW: steps are taken in place and can't be differentiated; use torch.optim.AdamW")
 
 
 def _at(scalar: Tensor | None, device: torch.device) -> Tensor | None:

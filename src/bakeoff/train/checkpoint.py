@@ -269,7 +269,13 @@ def latest(path: str | Path) -> Checkpoint | None:
     """
     path = Path(path)
     if (path / "manifest.json").exists():
-        return load(path)
+        try:
+            return load(path)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. Give another {_PREFIX}* folder of the run, or the run's own, which stands for its "
+                "newest whole one"
+            ) from None
     problems = []
     for folder in reversed(steps(path)):
         try:

@@ -173,6 +173,7 @@ class Config(Section, frozen=True):
     metrics: Metrics = Metrics()
 
     def __post_init__(self) -> None:
+        _check_text(to_tree(self))
         train = self.train
         if not train.steps and not train.max_seconds:
             raise ValueError("train.steps and train.max_seconds are both 0: give at least one of them")
@@ -282,6 +283,19 @@ def to_tree(config: Config) -> dict[str, Any]:
     tree: dict[str, Any] = msgspec.to_builtins(config)
     tree["select"].update(tree["select"].pop("ops"))
     return tree
+
+
+def _check_text(tree: Mapping[str, Any], prefix: str = "") -> None:
+    """Raises ValueError for what TOML can't hold: names of files in another encoding."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            _check_text(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                within = ", or give the folder that holds it" if (prefix, key) == ("data.", "path") else ""
+                raise ValueError(f"{prefix}{key}={value!r} is not UTF-8: rename it{within}") from None
 
 
 def to_toml(config: Config) -> str:
