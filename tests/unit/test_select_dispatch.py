@@ -483,11 +483,31 @@ def test_tracing_never_tunes(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
         assert who(compiled(op)(x, w), x, w) == "eager"
 
 
-def test_a_demanded_candidate_that_transforms_exclude_is_refused(op: Op) -> None:
+class OnlyForGrad(torch.autograd.Function):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x: torch.Tensor, w: torch.Tensor, flag: object) -> torch.Tensor:
+        return one(x, w)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return dy * w * (1 - torch.tanh(x) ** 2), None, None
+
+
+def test_a_demanded_candidate_tries_transforms_and_says_what_it_cannot(op: Op) -> None:
+    picky = zoo.with_candidates(op, Candidate("picky", OnlyForGrad.apply))
     x, w = torch.randn(3, 4, 8), torch.randn(8)
-    with pytest.raises(Unsupported, match=r"'one' can't run under transforms.*impl='eager'"):
-        torch.vmap(lambda x: op(x, w, None, impl="one"))(x)
-    assert torch.vmap(lambda x: op(x, w, None, impl="eager"))(x).shape == x.shape
+    found = torch.func.grad(lambda x: picky(x, w, None, impl="picky").sum())(x)
+    torch.testing.assert_close(found, w * (1 - torch.tanh(x) ** 2))
+    with pytest.raises(Unsupported, match=r"'picky' can't run under this transform.*impl='eager'"):
+        torch.vmap(lambda x: picky(x, w, None, impl="picky"))(x)
+    assert torch.vmap(lambda x: picky(x, w, None, impl="eager"))(x).shape == x.shape
 
 
 def test_impl_and_overrides_hold_under_compile(op: Op) -> None:

@@ -51,7 +51,7 @@ def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
     if impl is ASK:
         raise Asked(checked(op, args))
     if impl is not None:
-        return _explicit(op, args, impl)(*args)
+        return _explicit(op, args, impl)
     case = checked(op, args)
     wrapper = next((type(a) for a in args if isinstance(a, torch.Tensor) and _wraps(type(a))), None)
     if wrapper is not None:
@@ -171,13 +171,17 @@ def able(op: Op, case: Case, name: str, regime: str = "eager") -> Candidate:
 
 
 def _explicit(op: Op, args: Sequence[Any], impl: str) -> Any:
+    """What `impl` makes of this call; some compose with some transforms, so that each may try."""
     candidate = able(op, checked(op, args), impl)
-    if candidate is not op.incumbent and hot.transformed():
+    if candidate is op.incumbent or not hot.transformed():
+        return candidate.call(*args)
+    try:
+        return candidate.call(*args)
+    except Exception as error:
         raise Unsupported(
-            f"{op.name}: {impl!r} can't run under transforms of torch.func, forward-mode derivatives or "
+            f"{op.name}: {impl!r} can't run under this transform of torch.func, forward-mode derivative or "
             f"torch.jit.trace: leave impl out, or pass impl={op.incumbent.name!r}"
-        )
-    return candidate.call
+        ) from error
 
 
 def checked(op: Op, args: Sequence[Any]) -> Case:
