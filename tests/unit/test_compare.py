@@ -541,11 +541,14 @@ def test_an_interruption_keeps_what_is_done(text: Path, monkeypatch: pytest.Monk
     assert document.verdict is None
 
 
-def test_a_signal_in_a_run_ends_the_comparison(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ended", ["SIGTERM", "steps"], ids=["early", "once the run was over"])
+def test_a_signal_in_a_run_ends_the_comparison(
+    ended: str, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = quality.train
 
     def stopped(config: Any, **options: Any) -> Any:
-        return msgspec.structs.replace(kept(config, **options), stopped="SIGTERM")
+        return msgspec.structs.replace(kept(config, **options), stopped=ended, signal="SIGTERM")
 
     monkeypatch.setattr(quality, "train", stopped)
     first, _ = small_pair(text)

@@ -22,6 +22,7 @@ from bakeoff.train import Config, load_run
 from bakeoff.train import train as trained
 from bakeoff.train.checkpoint import steps
 from bakeoff.train.data import ByteCorpus
+from bakeoff.train.run import Run
 
 
 @pytest.fixture(autouse=True)
@@ -196,10 +197,30 @@ def test_an_interruption_says_how_to_go_on(text: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("untuned")
+def test_an_interruption_once_a_run_is_over_ends_the_demo(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = Run.evaluate
+
+    def measured(run: Run) -> float:
+        if run.step:
+            signal.raise_signal(signal.SIGINT)
+        return measure(run)
+
+    monkeypatch.setattr("bakeoff.cli.demo.train", lambda config, **options: short(config, 3, **options))
+    monkeypatch.setattr(Run, "evaluate", measured)
+    done = demo("--data", text, "--out", "out")
+    assert done.exit_code == 130, done.output
+    assert "SIGINT: the run was over at step 3, saved" in done.stdout
+    assert "to finish" not in done.stdout
+    assert "byte-spectral-tiny on" not in done.stdout
+
+
+@pytest.mark.usefixtures("untuned")
 def test_an_interruption_before_the_first_step_has_no_way_on(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unstarted = SimpleNamespace(checkpoint=None, stopped="SIGTERM")
+    unstarted = SimpleNamespace(checkpoint=None, stopped="SIGTERM", signal="SIGTERM")
     monkeypatch.setattr("bakeoff.cli.demo.train", lambda *_, **__: unstarted)
     done = demo("--data", text, "--out", "out")
     assert done.exit_code == 130

@@ -60,8 +60,8 @@ def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, 
         limit = f"for {config.train.max_seconds:.0f} s"
         _heading(printer, f"3. Training {config.recipe} on {config.data.path} {limit}")
         result = train(config, console=printer)
-        if result.stopped not in ("steps", "time"):
-            if result.checkpoint:
+        if result.signal:
+            if result.checkpoint and result.stopped == result.signal:
                 resume = f"--config {shlex.quote(str(result.run_dir / 'config.toml'))} --resume auto"
                 text = f"to finish this run alone: {program()} train {resume}"
                 printer.print(text, highlight=False, soft_wrap=True)

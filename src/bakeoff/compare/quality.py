@@ -40,7 +40,7 @@ def trained(
     Its clock starts behind compilation and selection; contests should have been held before, as runs with
     other seeds use the same verdicts.
 
-    Raises KeyboardInterrupt where a signal ended the run, after it was saved; and what `train` raises.
+    Raises KeyboardInterrupt where a signal came, after the run was saved; and what `train` raises.
     """
     settings = msgspec.structs.replace(
         config.train,
@@ -57,7 +57,7 @@ def trained(
     )
     clear(device, compiled=config.train.compile)
     result = train(config)
-    if result.stopped not in ("steps", "time"):
+    if result.signal:
         raise KeyboardInterrupt
     return compared(result, config, side, device)
 

@@ -56,6 +56,8 @@ class Result(msgspec.Struct, frozen=True):
     """"steps", "time", or the signal that ended the run early."""
     selection: tuple[Explanation, ...]
     """What each op ran, and why."""
+    signal: str = ""
+    """The signal that came, also where the run was over by then."""
 
     @classmethod
     def unstarted(cls, run_dir: Path, start: Checkpoint | None, stopped: str) -> "Result":
@@ -71,6 +73,7 @@ class Result(msgspec.Struct, frozen=True):
             skipped=0,
             stopped=stopped,
             selection=(),
+            signal=stopped,
         )
 
 
@@ -251,6 +254,7 @@ class Run:
             skipped=self.skipped,
             stopped=stopped,
             selection=tuple(self.selection),
+            signal=stopped if early else signals.caught,
         )
 
     def _steps(self, signals: StopSignals) -> str:
