@@ -25,7 +25,7 @@ from bakeoff.select import Case, Op, Verdict, find_op, policy, registry
 from bakeoff.select.key import key
 from bakeoff.select.table import Table, read, write
 from tests.unit.benches import FakeWorker
-from tests.unit.verdicts import made
+from tests.unit.verdicts import made, no_verdicts
 
 OURS = {**os.environ, "PYTHONPATH": str(Path(bakeoff.__file__).parents[1])}
 SMALL = [
@@ -38,14 +38,10 @@ UNTUNED = [*SMALL, "select.tune=false", "train.steps=2"]
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty table cache and folder to work in."""
-    monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
-    policy.store.forget()
-    policy.forget()
-    yield tmp_path / "cache"
-    policy.store.forget()
-    policy.forget()
+    with no_verdicts(tmp_path, monkeypatch) as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -324,6 +320,11 @@ def test_explain_finds_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     out = ok("explain", row.key, "--policy", "off")
     assert re.search(r"eager +0\.0020 .* yes +forced by the policy off", out)
     assert re.search(r"compiled +0\.0010 .* +made to win", out)
+
+
+def test_a_number_makes_the_key_that_calls_make(cache: Path) -> None:
+    words = ["x=fp32[4,8]", "weight=fp32[8]", "offset=1", "--device", "cpu"]
+    assert "offset=1.0" in ok("explain", "rms_norm", *words)
 
 
 def test_explain_holds_no_contest_that_the_table_knows(monkeypatch: pytest.MonkeyPatch) -> None:

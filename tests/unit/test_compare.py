@@ -43,10 +43,10 @@ from bakeoff.compare.lengths import sized
 from bakeoff.compare.page import filled
 from bakeoff.compare.page import main as page_command
 from bakeoff.models import build
-from bakeoff.select import policy
 from bakeoff.train import ConfigError, resolve
 from bakeoff.train import Result as TrainResult
 from bakeoff.train.data import Batches, ByteCorpus, split
+from tests.unit.verdicts import no_verdicts
 
 SMALL = [
     "model.d_model=32", "model.layers=1", "model.heads=2", "model.max_seq_len=32",
@@ -58,15 +58,11 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty table cache and folder to work in."""
-    monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(speed, "_BLOCK_S", 0.001)
-    policy.store.forget()
-    policy.forget()
-    yield
-    policy.store.forget()
-    policy.forget()
+    with no_verdicts(tmp_path, monkeypatch):
+        yield
 
 
 @pytest.fixture

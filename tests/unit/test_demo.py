@@ -17,25 +17,22 @@ from bakeoff.cli import main
 from bakeoff.cli.demo import GPU_BYTES_PER_S, demo_configs
 from bakeoff.cli.training import program
 from bakeoff.compare import parameters
-from bakeoff.select import TuneReport, policy
+from bakeoff.select import TuneReport
 from bakeoff.train import Config, load_run
 from bakeoff.train import train as trained
 from bakeoff.train.checkpoint import steps
 from bakeoff.train.data import ByteCorpus
 from bakeoff.train.run import Run
+from tests.unit.verdicts import no_verdicts
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An empty table cache and folder to work in."""
-    monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
-    policy.store.forget()
-    policy.forget()
-    yield
-    policy.store.forget()
-    policy.forget()
+    with no_verdicts(tmp_path, monkeypatch):
+        yield
 
 
 @pytest.fixture

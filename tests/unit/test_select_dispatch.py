@@ -20,18 +20,15 @@ from bakeoff.select.policy import using
 from bakeoff.select.tune import recording
 from tests.unit import zoo
 from tests.unit.test_select_policy import learn, noting, ran
+from tests.unit.verdicts import no_verdicts
 
 
 @pytest.fixture(autouse=True)
 def _empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "cache"))
-    policy.store.forget()
-    policy.forget()
     torch.compiler.reset()
     ran.clear()
-    yield
-    policy.store.forget()
-    policy.forget()
+    with no_verdicts(tmp_path, monkeypatch):
+        yield
     torch.compiler.reset()
 
 

@@ -17,17 +17,14 @@ from bakeoff.select.op import Op
 from bakeoff.select.policy import using
 from tests.unit import test_select_policy as toys
 from tests.unit import zoo
+from tests.unit.verdicts import no_verdicts
 
 
 @pytest.fixture(autouse=True)
 def _empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hardware, "ceilings", lambda device: hardware.Ceilings(100.0, 1.0, "float32"))
-    policy.store.forget()
-    policy.forget()
-    yield
-    policy.store.forget()
-    policy.forget()
+    with no_verdicts(tmp_path, monkeypatch):
+        yield
 
 
 @pytest.fixture

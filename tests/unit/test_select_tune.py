@@ -20,20 +20,17 @@ from bakeoff.select.tune import TuneReport, recordings, tune
 from bakeoff.select.verdict import Verdict
 from tests.unit import test_select_policy as toys
 from tests.unit import zoo
+from tests.unit.verdicts import no_verdicts
 
 module = __import__("sys").modules["bakeoff.select.tune"]
 
 
 @pytest.fixture(autouse=True)
 def _empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "_failed", set())
-    policy.store.forget()
-    policy.forget()
     torch.compiler.reset()
-    yield
-    policy.store.forget()
-    policy.forget()
+    with no_verdicts(tmp_path, monkeypatch):
+        yield
     torch.compiler.reset()
 
 

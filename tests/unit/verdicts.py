@@ -1,11 +1,28 @@
-"""Verdicts that no contest gave, for tests of what reads them."""
+"""Verdicts that no contest gave, for tests of what reads them; and none at all."""
 
-from bakeoff.select import Case, Op, Trial, Verdict
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bakeoff.select import Case, Op, Trial, Verdict, policy
 from bakeoff.select.key import key
 from bakeoff.select.measure import Timing
 from bakeoff.select.verify import Errors
 
 DATE = "2026-01-02T03:04:05+00:00"
+
+
+@contextlib.contextmanager
+def no_verdicts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty table cache, given, below `folder`; nothing is remembered before and after."""
+    monkeypatch.setenv("BAKEOFF_CACHE", str(folder / "cache"))
+    policy.store.forget()
+    policy.forget()
+    yield folder / "cache"
+    policy.store.forget()
+    policy.forget()
 
 
 def made(op: Op, case: Case, us: dict[str, float], winner: str, regime: str = "eager") -> Verdict:

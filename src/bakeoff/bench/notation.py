@@ -19,6 +19,7 @@ __all__ = ["NotationError", "read_case", "split_key", "write_case"]
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _LONG = {short: name for name, short in _SHORT.items()}
 _TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,\s*]*)\](?::(?P<layout>\w+))?(?P<grad>'?)")
+_UNREADABLE = re.compile(r"\w+\[(?![\d,\s*]*\])")  # begins as a tensor does and goes on otherwise
 _KEY = re.compile(rf"(?P<op>\w+)\((?P<arguments>.*)\) (?P<device>\w+) (?P<regime>{'|'.join(REGIMES)})")
 _ANY_ROWS = 1024  # stands for the * of a compiled region's key
 _FORM = "write a tensor as x=bf16[8192,4096], with a ' behind it where its gradient is wanted"
@@ -49,7 +50,8 @@ def read_case(op: Op, arguments: list[str], device: str, *, grad: bool = False) 
     `grad` wants the gradient of every floating tensor, as a prime on each would.
 
     Raises:
-        NotationError: an argument the op doesn't have, a value that can't be read, a dtype that doesn't fit.
+        NotationError: an argument the op doesn't have or that is given twice, a value that can't be read, a
+            dtype that doesn't fit.
         ValueError: shapes or values that don't fit.
     """
     parameters = inspect.signature(op.reference).parameters
@@ -60,7 +62,9 @@ def read_case(op: Op, arguments: list[str], device: str, *, grad: bool = False) 
             raise NotationError(f"{argument!r} has no '=': {_FORM}")
         if name not in parameters:
             raise NotationError(f"{op.name} has no argument {name!r}; it has {', '.join(parameters)}")
-        given[name] = _value(op, name, text.strip(), grad)
+        if name in given:
+            raise NotationError(f"{name} is given twice: leave one of them out")
+        given[name] = op.scalar(name, _value(op, name, text.strip(), grad))
     missing = [name for name, p in parameters.items() if name not in given and p.default is p.empty]
     if missing:
         raise NotationError(f"{op.name} needs {', '.join(missing)}, too: {_FORM}")
@@ -75,6 +79,8 @@ def read_case(op: Op, arguments: list[str], device: str, *, grad: bool = False) 
 
 def _value(op: Op, name: str, text: str, grad: bool) -> TensorMeta | int | float | bool | str | None:
     match = _TENSOR.fullmatch(text)
+    if match is None and _UNREADABLE.match(text):
+        raise NotationError(f"'{name}={text}' can't be read: write a tensor as {name}=bf16[8,40]")
     if match is None:
         try:
             value = ast.literal_eval(text)

@@ -1,7 +1,5 @@
 """explain: from a call written as text to its choice."""
 
-import re
-
 import click
 import msgspec
 from click.core import ParameterSource
@@ -17,9 +15,6 @@ from bakeoff.select.render import selection_table
 from bakeoff.select.tune import note, tune
 
 __all__ = ["run"]
-
-_UNREADABLE = re.compile(r"\w+\[(?![\d,\s*]*\])")
-"""Begins as a tensor does and goes on otherwise."""
 
 
 def run(
@@ -44,7 +39,6 @@ def run(
         if "(" in name:
             raise NotationError(f"{name[:60]!r} is no whole key: quote all of it, to the regime at its end")
     op = find_op(name)
-    _check(arguments)
     case = read_case(op, arguments, device_named(device), grad=grad)
     if regime == "graph" and not case.device.startswith("cuda"):
         raise PolicyError("--regime graph needs a CUDA device: use eager or compiled on the CPU")
@@ -79,18 +73,6 @@ def _refuse_options() -> None:
             f"such as rms_norm 'x=bf16[8192,4096]'",
             context,
         )
-
-
-def _check(arguments: list[str]) -> None:
-    """Raises NotationError unless each argument is given once and every tensor can be read."""
-    seen = set()
-    for argument in arguments:
-        name, _, text = argument.partition("=")
-        if name in seen:
-            raise NotationError(f"{name} is given twice: leave one of them out")
-        if _UNREADABLE.match(text):
-            raise NotationError(f"{argument!r} can't be read: write a tensor as {name}=bf16[8,40]")
-        seen.add(name)
 
 
 def _tune(op: Op, case: Case, regime: str) -> None:
