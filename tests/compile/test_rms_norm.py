@@ -75,8 +75,13 @@ def scalars(*names: str) -> dict[str, str]:
     return dict.fromkeys(names, "i64") | {"eps": "fp32", "offset": "fp32"}
 
 
+def forward_tiling(form: Form, target: str) -> kernels.Tiling:
+    read = form.dtype.itemsize + (0 if form.residual is None else form.residual.itemsize)
+    return kernels.forward_tiling(form.N, form.D, read, SMS[target])
+
+
 def forward(form: Form, target: str) -> Built:
-    tiling = kernels.forward_tiling(form.N, form.D, SMS[target])
+    tiling = forward_tiling(form, target)
     s_dtype = None if form.residual is None else form.s_dtype
     signature, constants = types(
         x=form.dtype, residual=form.residual, weight=form.weight, y=form.dtype, s=s_dtype
@@ -91,7 +96,9 @@ def forward(form: Form, target: str) -> Built:
 
 
 def backward(form: Form, target: str) -> list[Built]:
-    tiling = kernels.backward_tiling(form.N, form.D, form.s_dtype.itemsize, SMS[target])
+    tiling = kernels.backward_tiling(
+        form.N, form.D, form.s_dtype.itemsize, form.weight is not None, SMS[target]
+    )
     s_dtype = form.s_dtype
     apart = form.residual if form.residual != form.dtype else None
     signature, constants = types(
@@ -137,7 +144,7 @@ def wide(built: Built, kind: str) -> bool:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_forward(form: Form, target: str) -> None:
-    tiling = kernels.forward_tiling(form.N, form.D, SMS[target])
+    tiling = forward_tiling(form, target)
     threads = tiling.warps * (32 if target.startswith("sm_") else 64)
     full_tile = tiling.rows * tiling.block * form.dtype.itemsize >= 16 * threads
     check(forward(form, target), form, vectors=full_tile)

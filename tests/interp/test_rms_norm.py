@@ -144,8 +144,8 @@ def test_tilings_agree(stages: int, hold: bool, tiled: Callable[..., None]) -> N
 
 @pytest.mark.parametrize("size", [65537])
 def test_rows_beyond_the_registers(size: int) -> None:
-    assert kernels.forward_tiling(2, size, 4).block < size
-    assert kernels.backward_tiling(2, size, 4, 4).block < size
+    assert kernels.forward_tiling(2, size, 4, 4).block < size
+    assert kernels.backward_tiling(2, size, 4, True, 4).block < size
     compare(*arguments((2, size)))
 
 
@@ -373,7 +373,11 @@ def test_tilings_of_the_grid(case: Any) -> None:
     """The real tilings cover every row and column of the benchmark grid, within a launch's limits."""
     N, D = case.x.shape
     size = case.x.dtype.itemsize
-    for tiling in (kernels.forward_tiling(N, D, 132), kernels.backward_tiling(N, D, size, 132)):
+    for tiling in (
+        kernels.forward_tiling(N, D, size, 132),
+        kernels.backward_tiling(N, D, size, True, 132),
+        kernels.backward_tiling(N, D, size, False, 132),
+    ):
         assert tiling.block & (tiling.block - 1) == 0
         assert tiling.block >= D or tiling.rows == 1
         assert tiling.warps in (1, 2, 4, 8, 16, 32)

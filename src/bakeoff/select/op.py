@@ -13,9 +13,9 @@ import inspect
 import secrets
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -363,9 +363,17 @@ def resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
 
 def package_version(package: str) -> str:
     """The installed version of an importable package, or "?"."""
-    for name in importlib.metadata.packages_distributions().get(package, [package]):
+    if importlib.util.find_spec(package) is None:
+        return "?"
+    for name in _distributions().get(package, [package]):
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return "?"
+
+
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    """The distributions behind each importable package. Found once, as it takes a second."""
+    return importlib.metadata.packages_distributions()

@@ -242,33 +242,41 @@ _STREAM = 2**25  # bytes: a tensor of this size is gone from a 50 MB L2 before i
 
 
 @lru_cache(maxsize=4096)
-def forward_tiling(N: int, D: int, sms: int) -> Tiling:
-    """The forward's tiling for N rows of D elements on a device of `sms` multiprocessors.
+def forward_tiling(N: int, D: int, read: int, sms: int) -> Tiling:
+    """The forward's tiling for N rows of D elements, for each of which `read` bytes come from memory, on a
+    device of `sms` multiprocessors.
 
     One tile a program, without cache hints: sweeps over the benchmark's shapes on an H100 and an H200 found
     persistent programs and streaming hints slower nearly everywhere, and one pass over 16,384 columns faster
-    than two. Long tiles want 16-byte accesses from 8 warps, short ones as few warps as hold them.
+    than two. Long tiles want 16-byte accesses from 8 warps, short ones as few warps as hold them, and a
+    device that isn't filled shorter ones.
     """
     block = triton.next_power_of_2(D)
+    many = 16 * sms <= N
     if block > FORWARD_LIMIT:
         return Tiling(8192, 1, 1, 16, _UNLIMITED)
     if block <= 512:
-        return Tiling(block, 1024 // block, 1, 1, _UNLIMITED)
-    rows = 4 if block == 1024 and 16 * sms <= N else 1
-    tile = rows * block
-    return Tiling(block, rows, 1, 4 if tile <= 1024 else 8 if tile <= 4096 else 16, _UNLIMITED)
+        return Tiling(block, (1024 if many else 512) // block, 1, 1, _UNLIMITED)
+    if block == 1024:
+        return Tiling(block, 4 if many else 1, 1, 8 if many and read == 2 else 4, _UNLIMITED)
+    return Tiling(block, 1, 1, 8 if block <= 4096 else 16, _UNLIMITED)
 
 
 @lru_cache(maxsize=4096)
-def backward_tiling(N: int, D: int, itemsize: int, sms: int) -> Tiling:
-    """The backward's tiling for N rows of D elements on a device of `sms` multiprocessors.
+def backward_tiling(N: int, D: int, itemsize: int, sums: bool, sms: int) -> Tiling:
+    """The backward's tiling for N rows of D elements on a device of `sms` multiprocessors; `sums`: with the
+    weight's gradient.
 
     Few programs keep the partial weight gradients small; asynchronous copies (stages) keep enough loads in
-    flight for them. Summing r again in the same reduction as g*n costs as much as reading it from memory.
+    flight for them. Without these gradients a tile a program is faster. Summing r again in the same reduction
+    as g*n costs as much as reading it from memory.
     """
     block = triton.next_power_of_2(D)
     if block > BACKWARD_LIMIT:
         return Tiling(2048, 1, 1, 4, 8 * sms)
+    if not sums:
+        tile = max(block, 4096 if 16 * sms <= N else 1024)
+        return Tiling(block, tile // block, 1, tile // 1024, _UNLIMITED, hold=block < 16384)
     if block <= 1024:
         tile, warps, resident = (2048, 2, 4) if block <= 512 else (2048, 4, 3)
     elif itemsize == 2:

@@ -165,7 +165,8 @@ def _any_forward(
     if weight is not None:
         weight = weight.contiguous()
     align = _alignment(x_stride | residual_stride)
-    tiling = kernels.forward_tiling(N, D, _multiprocessors(x.get_device()))
+    read = x.element_size() + (0 if residual is None else residual.element_size())
+    tiling = kernels.forward_tiling(N, D, read, _multiprocessors(x.get_device()))
     units = (x_stride // align, residual_stride // align)
     meta: dict[str, Any] = {"D": D, "BLOCK": tiling.block, "ALIGN": align, "num_warps": tiling.warps}
     tensors = (x, residual, weight, y, s)
@@ -271,7 +272,8 @@ def _any_backward(
     if weight is not None:
         weight = weight.contiguous()
     align = _alignment(s_stride | dy_stride | ds_stride)
-    tiling = kernels.backward_tiling(N, D, s.element_size(), _multiprocessors(s.get_device()))
+    sms = _multiprocessors(s.get_device())
+    tiling = kernels.backward_tiling(N, D, s.element_size(), want_weight and weight is not None, sms)
     programs = min(-(-N // tiling.rows), tiling.programs)
     if want_weight and weight is not None:
         dw = torch.empty_like(weight)
