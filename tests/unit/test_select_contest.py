@@ -11,7 +11,7 @@ from bakeoff.errors import ContestError
 from bakeoff.select.contest import DeviceLost, contest, regimes_of
 from bakeoff.select.key import key
 from bakeoff.select.measure import HostTimer, Timer
-from bakeoff.select.op import Candidate, Case, Op
+from bakeoff.select.op import Candidate, Case, Op, _distributions, package_version
 from bakeoff.select.verdict import Trial, Verdict
 from tests.unit import zoo
 from tests.unit.compiler import needs_compiler
@@ -203,6 +203,23 @@ def test_the_compiled_regime_is_measured_in_a_compiled_region() -> None:
     assert trial(verdict, "opaque").rejected == "can't be traced by torch.compile"
 
 
+@pytest.mark.parametrize(("rows", "seen"), [(128, {128}), (100, {100, 112})])
+def test_code_that_is_made_for_each_shape_is_asked_of_no_other(rows: int, seen: set[int]) -> None:
+    """128 rows are their own representative, 100 are represented by 112."""
+    asked: dict[str, set[int]] = {"compiled": set(), "fused": set()}
+
+    def spying(name: str) -> Candidate:
+        def call(x: torch.Tensor, w: torch.Tensor, flag: object = None) -> torch.Tensor:
+            asked[name].add(len(x))
+            return zoo.eager(x, w)  # type: ignore[no-any-return]
+
+        return Candidate(name, call)
+
+    contest(zoo.op(spying("compiled"), spying("fused")), zoo.case(rows), budget_s=0.01)
+    assert asked["compiled"] == seen
+    assert asked["fused"] == (seen if len(seen) > 1 else {rows - 1, *seen})
+
+
 def test_source_hashes_follow_the_text_of_a_candidates_modules(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "zoo_kernel_text.py"
@@ -225,6 +242,16 @@ def test_a_candidate_defined_in_a_script_has_a_hash(monkeypatch: pytest.MonkeyPa
         "sys.modules", {**__import__("sys").modules, "__main__": type("M", (), {"__spec__": None})}
     )
     assert len(Candidate("a", call).source_hash) == 12
+
+
+def test_the_version_of_what_is_not_installed_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("importlib.metadata.packages_distributions", search)
+    _distributions.cache_clear()
+    assert package_version("absent_from_here") == "?"
+    assert len(Candidate("a", f"{zoo.HERE}:good", requires=("absent_from_here",)).source_hash) == 12
 
 
 def test_a_baseline_is_measured_and_never_chosen() -> None:

@@ -363,7 +363,7 @@ def resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
 
 def package_version(package: str) -> str:
     """The installed version of an importable package, or "?"."""
-    if importlib.util.find_spec(package) is None:
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
         return "?"
     for name in _distributions().get(package, [package]):
         try:
