@@ -71,20 +71,26 @@ class Module:
         with torch.cuda.device(self.device):
             self.kernels[kernel].set_shared_memory_config(nbytes)
 
-    def launch(self, kernel: str, blocks: int, threads: int, shared: int, *args: Tensor | int) -> None:
-        """Run `kernel` on the current stream. Arguments are tensors, an empty one a null pointer, and numbers
-        of C's type int."""
+    def launch(self, kernel: str, blocks: int, threads: int, shared: int, *args: Tensor | int | None) -> None:
+        """Run `kernel` on the current stream. Arguments are tensors, None for a null pointer, and numbers of
+        C's type int."""
         global _count
+        index = self.device.index
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(index):
+                self.launch(kernel, blocks, threads, shared, *args)
+            return
         _count += 1
         # Eight bytes for each, of which the driver reads as many as the kernel's argument has.
-        values = (ctypes.c_int64 * len(args))(*(x.data_ptr() if isinstance(x, Tensor) else x for x in args))
+        values = (ctypes.c_int64 * len(args))(
+            *[x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in args]
+        )
         start = ctypes.addressof(values)
         places = (ctypes.c_void_p * len(args))(*range(start, start + 8 * len(args), 8))
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            status = _driver().cuLaunchKernel(
-                self.kernels[kernel].func, blocks, 1, 1, threads, 1, 1, shared, stream, places, None
-            )
+        status = _driver().cuLaunchKernel(
+            self.kernels[kernel].func, blocks, 1, 1, threads, 1, 1, shared,
+            torch._C._cuda_getCurrentRawStream(index), places, None,
+        )  # fmt: skip
         if status:
             raise RuntimeError(f"CUDA refused to launch {kernel}: error {status} of the driver")
 

@@ -61,6 +61,8 @@ class Module:
 
     @staticmethod
     def _argument(value):
+        if value is None:
+            return ctypes.c_void_p(None)
         if isinstance(value, torch.Tensor):
             assert value.numel() == 0 or value.untyped_storage().data_ptr()
             return ctypes.c_void_p(value.data_ptr() or None)

@@ -43,7 +43,13 @@ def emulated(name, monkeypatch):
         if shutil.which("g++") is None:
             pytest.skip("emulating CUDA needs g++")
         emulate(monkeypatch)
-        for cache in (fft_room._kernels, fft_room._twiddles, direct_room._module):
+        for cache in (
+            fft_room._kernels,
+            fft_room._twiddles,
+            fft_room._launch,
+            direct_room._module,
+            direct_room._launch,
+        ):
             cache.cache_clear()
     return OP.by_name[name]
 
@@ -249,6 +255,22 @@ def direct(monkeypatch):
 def narrow(kernel, taps, gates):
     """As `direct.tiling`, with small blocks."""
     return tiling(kernel, taps, gates)._replace(threads=8, blocks=2)
+
+
+@pytest.mark.parametrize(("name", "room"), [("fft", fft_room), ("direct", direct_room)])
+def test_a_launch_is_worked_out_once(monkeypatch, name, room):
+    """Whatever the strides; another length has its own."""
+    candidate = emulated(name, monkeypatch)
+    for T in (70, 70, 90):
+        check(candidate, tensors(2, T, 6, 4))
+        check(
+            candidate,
+            [
+                torch.cat([a, a], -1)[..., :6].detach().requires_grad_() if a.dim() == 3 else a
+                for a in tensors(2, T, 6, 4)
+            ],
+        )
+    assert room._launch.cache_info().misses == 4
 
 
 DIRECT_SHAPES = [

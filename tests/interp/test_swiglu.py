@@ -172,33 +172,6 @@ def test_layouts(layout: str, form: str) -> None:
         compare(turn(gate).requires_grad_(), turn(up).requires_grad_(), turn(dy))
 
 
-@pytest.mark.parametrize(
-    ("rows", "stride"),
-    [
-        ("dense", 8),
-        ("halves", 8),
-        ("one row", None),
-        ("expanded", 0),
-        ("collapsing", 48),
-        ("scattered", None),
-    ],
-)
-def test_which_layouts_are_copied(rows: str, stride: int | None) -> None:
-    t = torch.randn(4, 6, 8)
-    view = {
-        "dense": t,
-        "halves": t[..., :4],
-        "one row": t[:1, :1, :5],
-        "expanded": t[:1, :1].expand(4, 6, 8),
-        "collapsing": t[:, :1],
-        "scattered": t[:, ::2][:, :2],
-    }[rows]
-    same, found = run._rows(view)
-    assert (same.data_ptr() == view.data_ptr()) == (rows != "scattered")
-    assert stride is None or found == stride
-    assert run._rows(t.transpose(1, 2))[0].is_contiguous()
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(0, 24), (3, 0), (0,), (2, 0, 5)])
 def test_empty_tensors(shape: tuple[int, ...], form: str) -> None:

@@ -37,30 +37,49 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.C
     subprocess.run(command, input=DRIVER, text=True, check=True)
     library = ctypes.CDLL(str(path))
     monkeypatch.setattr(torch.cuda._utils, "_get_cuda_library", lambda: library)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=(1 << 40) + 7))
+    devices = [0]
+
+    @contextlib.contextmanager
+    def enter(index: int) -> Iterator[None]:
+        devices.append(index)
+        yield
+        devices.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: (1 << 40) + 7 + index, raising=False
+    )
     cuda._driver.cache_clear()
     yield library
     cuda._driver.cache_clear()
 
 
-def module() -> cuda.Module:
+def module(index: int = 0) -> cuda.Module:
     made = object.__new__(cuda.Module)
-    made.device = torch.device("cuda", 0)
+    made.device = torch.device("cuda", index)
     made.kernels = {"kernel": SimpleNamespace(func=ctypes.c_void_p((1 << 41) + 5))}
     return made
 
 
 def test_a_launch_passes_pointers_and_ints(driver: ctypes.CDLL) -> None:
-    data, none = torch.ones(3), torch.empty(0)
+    data = torch.ones(3)
     before = cuda.launches()
-    module().launch("kernel", 1 << 20, 64, 1000, data, 2**31 - 1, -(2**31), none)
+    module().launch("kernel", 1 << 20, 64, 1000, data, 2**31 - 1, -(2**31), None)
     assert cuda.launches() == before + 1
     seen = (ctypes.c_long * 9).in_dll(driver, "seen")
     assert list(seen) == [(1 << 41) + 5, 1 << 20, 1, 1, 64, 1, 1, 1000, (1 << 40) + 7]
     assert ctypes.c_void_p.in_dll(driver, "pointer").value == data.data_ptr()
     assert ctypes.c_int.in_dll(driver, "number").value == 2**31 - 1
     assert ctypes.c_int.in_dll(driver, "negative").value == -(2**31)
+
+
+def test_a_launch_on_another_device_enters_it_and_counts_once(driver: ctypes.CDLL) -> None:
+    before = cuda.launches()
+    module(1).launch("kernel", 1, 64, 0, torch.ones(1), 0, 0, None)
+    assert cuda.launches() == before + 1
+    assert list((ctypes.c_long * 9).in_dll(driver, "seen"))[-1] == (1 << 40) + 8
+    assert torch.cuda.current_device() == 0
 
 
 def test_what_the_driver_refuses_is_raised(driver: ctypes.CDLL) -> None:

@@ -75,6 +75,17 @@ def test_eager_is_as_exact_as_its_dtype(dtype: torch.dtype) -> None:
     assert float((got.double() - exact).abs().max().detach()) <= 2 * torch.finfo(dtype).eps * scale
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("L", [4, 100])
+def test_eager_rounds_the_gradient_of_u_once(dtype: torch.dtype, L: int) -> None:
+    """What reaches u through the filter and what does through the skip are added before."""
+    u, h, skip, dout, _ = (arg.detach().to(dtype) for arg in drawn(2, 129, 4, L))
+    half, wide = u.requires_grad_(), u.detach().double().requires_grad_()
+    out, exact = long_conv(half, h, skip=skip, impl="eager"), reference(wide, h.double(), skip.double())
+    (got,), (want,) = torch.autograd.grad(out, half, dout), torch.autograd.grad(exact, wide, dout.double())
+    torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
+
+
 def test_dtypes_may_differ_and_gradients_have_their_own() -> None:
     u, h, skip, *_ = drawn(2, 16, 3, 16, torch.float32)
     half = u.detach().bfloat16().requires_grad_()
@@ -169,6 +180,19 @@ def test_torch_compile_leaves_the_length_open(causal: bool) -> None:
         args = [arg.detach() for arg in drawn(1, T, 2, 60)]
         torch.testing.assert_close(call(*args), by_term(*args, causal), rtol=1e-11, atol=1e-11)
     assert len(graphs) <= 4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("first", [1, 20])
+def test_torch_jit_trace_leaves_the_length_open(causal: bool, first: int) -> None:
+    def call(*args: Tensor) -> Tensor:
+        return long_conv(*args[:2], **dict(zip(NAMES[2:], args[2:], strict=True)), causal=causal)
+
+    traced = torch.jit.trace(call, tuple(drawn(1, first, 2, 20)))
+    for T in (1, 9, 33, 300):
+        args = drawn(1, T, 2, 20)
+        torch.testing.assert_close(traced(*args), by_term(*args, causal), rtol=1e-11, atol=1e-11)
 
 
 def test_compiled_agrees() -> None:

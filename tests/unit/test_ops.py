@@ -23,8 +23,6 @@ ARGS: dict[str, Callable[[int], tuple[torch.Tensor, ...]]] = {
     "swiglu": lambda T: (randn(2, T, 8),),
 }
 """A call's tensors at length T."""
-UNTRACED = {"long_conv", "pole_scan"}
-"""They ask a length for its bits, and lengths are tensors in torch.jit.trace: a limit that README names."""
 
 
 @pytest.fixture(params=NAMES)
@@ -59,7 +57,10 @@ def test_torch_compile_leaves_the_length_open(op: Op, dynamic: bool | None) -> N
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", sorted({*ARGS} - UNTRACED))
-def test_torch_jit_trace_gives_the_same(name: str) -> None:
-    plain, args = getattr(bakeoff.ops, name), ARGS[name](20)
-    torch.testing.assert_close(torch.jit.trace(plain, args)(*args), plain(*args))
+@pytest.mark.parametrize("name", sorted(ARGS))
+def test_torch_jit_trace_gives_the_same_at_any_length(name: str) -> None:
+    plain = getattr(bakeoff.ops, name)
+    traced = torch.jit.trace(plain, ARGS[name](20))
+    for T in (20, 7, 100):
+        args = ARGS[name](T)
+        torch.testing.assert_close(traced(*args), plain(*args))

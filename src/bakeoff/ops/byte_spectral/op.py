@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bakeoff.ops.byte_spectral.reference import byte_spectral
+from bakeoff.ops.byte_spectral.reference import byte_spectral as reference
 from bakeoff.select.compiled import compiler_missing
 from bakeoff.select.key import round_rows, with_layout
 from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
@@ -18,20 +18,6 @@ _FEATURES = ("magnitude", "log", "complex")
 _NATIVE = (torch.float16, torch.bfloat16, torch.float32)
 _MOST = 64  # of the window and of the frequencies: a strip and its phases must fit one program
 _MOST_LOOP = 1024
-
-
-def reference(
-    ids: torch.Tensor,
-    table: torch.Tensor,
-    window: torch.Tensor | None,
-    omega: torch.Tensor | None = None,
-    features: str = "magnitude",
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    causal: bool = True,
-) -> torch.Tensor:
-    """The definition, with the public function's defaults."""
-    return byte_spectral(ids, table, window, omega, features, weight, bias, causal)
 
 
 def check(case: Case) -> None:

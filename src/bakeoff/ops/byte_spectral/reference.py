@@ -14,7 +14,7 @@ def byte_spectral(
     ids: torch.Tensor,
     table: torch.Tensor,
     window: torch.Tensor | None,
-    omega: torch.Tensor | None,
+    omega: torch.Tensor | None = None,
     features: str = "magnitude",
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,

@@ -52,89 +52,69 @@ class Direct:
 
     def forward(self, given: Arguments, keep: bool) -> tuple[Tensor, Tensor | None]:
         """(the output, and if `keep` what `gate_out` multiplied)."""
-        call = _Call(given)
         out = room_like(given.u)
         y = room_like(given.u) if keep else None
-        call.convolve(out, y)
+        read = [_readable(x) for x in (given.u, given.gate_in, given.gate_out)]
+        h, skip = _filters(given)
+        how = _launch("convolve", *_signature(given))
+        how.module.launch(
+            "convolve", how.blocks, how.threads, 0,
+            *read, h, skip, out, y, *how.numbers, *h.stride(), *_steps(*read, out),
+        )  # fmt: skip
         return out, y
 
     def backward(self, dout: Tensor, given: Arguments, y: Tensor | None, wanted: Sequence[bool]) -> Gradients:
         """The gradients that are `wanted`, in the arguments' order."""
-        call = _Call(given)
-        du, dgate_in, dgate_out = (room_like(given.u) if wanted[i] else None for i in (0, 3, 4))
-        partial = call.differentiate(_readable(dout), y, du, dgate_in, dgate_out, wanted[1] or wanted[2])
+        rooms = [room_like(given.u) if wanted[i] else None for i in (0, 3, 4)]
+        read = [_readable(x) for x in (dout, given.u, given.gate_in, given.gate_out, y)]
+        h, skip = _filters(given)
+        how = _launch("differentiate", *_signature(given))
+        tunes = wanted[1] or wanted[2]
+        # Its sum is h's gradient.
+        partial = h.new_empty((how.programs, h.shape[1], h.shape[0])) if tunes else None
+        room = next((x for x in rooms if x is not None), None)
+        how.module.launch(
+            "differentiate", how.blocks, how.threads, 0,
+            *read, h, skip, *rooms, partial, *how.numbers, *h.stride(), *_steps(*read, room),
+        )  # fmt: skip
+        du, dgate_in, dgate_out = rooms
         dh = dskip = None
         if partial is not None:
-            sums, h, skip = partial.sum(0), given.h, given.skip
-            dh = torch.empty_like(h, memory_format=torch.contiguous_format).copy_(sums.t())
-            dskip = None if skip is None else sums[0].to(skip.dtype)
+            sums = partial.sum(0)
+            dh = torch.empty_like(given.h, memory_format=torch.contiguous_format).copy_(sums.t())
+            dskip = None if given.skip is None else sums[0].to(given.skip.dtype)
         return Gradients(du, dh, dskip, dgate_in, dgate_out)
 
 
-class _Call:
-    """What the launches of one call share."""
+class _Launch(NamedTuple):
+    """Of one kernel, as far as it depends on metadata alone."""
 
-    def __init__(self, given: Arguments) -> None:
-        self.u, self.gate_in, self.gate_out = (
-            None if x is None else _readable(x) for x in (given.u, given.gate_in, given.gate_out)
-        )
-        self.B, self.T, self.C = given.u.shape
-        self.h = given.h.float()
-        self.taps = self.h.shape[1]
-        self.none = self.h.new_empty(0)
-        self.skip = self.none if given.skip is None else given.skip.float().contiguous()
-        self.gates = (given.gate_in is not None) + 2 * (given.gate_out is not None)
-        self.dtype, self.device = given.u.dtype, given.u.device
-        self.multiprocessors = cuda.limits(self.device).multiprocessors
+    module: cuda.Module
+    blocks: int
+    threads: int
+    programs: int
+    """Blocks with the same channels."""
+    numbers: tuple[int, ...]
+    """How channels and time are cut, as the kernel takes it."""
 
-    def convolve(self, out: Tensor, y: Tensor | None) -> None:
-        """Puts the output into `out`, and what the outer gate multiplies into `y`."""
-        read = (self.u, self.gate_in, self.gate_out)
-        how, kernels = self._kernels("convolve")
-        columns, pieces, length = self._cut(how)
-        kernels.launch(
-            "convolve", columns * self.B * pieces, how.threads, 0,
-            *self._all(*read), self.h, self.skip, out, self._all(y)[0],
-            self.T, self.C, columns, pieces, length, *self.h.stride(), *_steps(*read, out),
-        )  # fmt: skip
 
-    def differentiate(
-        self,
-        dout: Tensor,
-        y: Tensor | None,
-        du: Tensor | None,
-        dgate_in: Tensor | None,
-        dgate_out: Tensor | None,
-        tunes: bool,
-    ) -> Tensor | None:
-        """Fills the rooms it is given. If it `tunes`, [programs, taps, C], whose sum is h's gradient."""
-        room = next((x for x in (du, dgate_in, dgate_out) if x is not None), dout)
-        read = (dout, self.u, self.gate_in, self.gate_out, y)
-        how, kernels = self._kernels("differentiate")
-        columns, pieces, length = self._cut(how)
-        units = self.B * pieces
-        share = -(-units * columns // (how.blocks * self.multiprocessors))
-        programs = -(-units // share)
-        partial = self.h.new_empty((programs, self.taps, self.C)) if tunes else None
-        kernels.launch(
-            "differentiate", columns * programs, how.threads, 0,
-            *self._all(*read), self.h, self.skip, *self._all(du, dgate_in, dgate_out, partial),
-            self.T, self.C, columns, units, share, pieces, length, *self.h.stride(), *_steps(*read, room),
-        )  # fmt: skip
-        return partial
-
-    def _kernels(self, kernel: str) -> tuple[Tiling, cuda.Module]:
-        how = tiling(kernel, self.taps, self.gates)
-        return how, _module(kernel, how, self.taps, self.gates, self.dtype, self.device)
-
-    def _cut(self, how: Tiling) -> tuple[int, int, int]:
-        """Blocks along the channels, pieces of each sequence, and their length."""
-        columns = -(-self.C // how.threads)
-        pieces = _pieces(columns * self.B, self.T, self.taps, how.steps, how.blocks * self.multiprocessors)
-        return columns, pieces, -(-self.T // (pieces * how.steps)) * how.steps
-
-    def _all(self, *tensors: Tensor | None) -> list[Tensor]:
-        return [self.none if x is None else x for x in tensors]
+@lru_cache(maxsize=4096)
+def _launch(
+    kernel: str, B: int, T: int, C: int, taps: int, gates: int, dtype: torch.dtype, device: torch.device
+) -> _Launch:
+    how = tiling(kernel, taps, gates)
+    module = _module(kernel, how, taps, gates, dtype, device)
+    room = how.blocks * cuda.limits(device).multiprocessors
+    columns = -(-C // how.threads)
+    pieces = _pieces(columns * B, T, taps, how.steps, room)
+    length = -(-T // (pieces * how.steps)) * how.steps
+    units = B * pieces
+    if kernel == "convolve":
+        return _Launch(module, columns * units, how.threads, units, (T, C, columns, pieces, length))
+    share = -(-units * columns // room)
+    programs = -(-units // share)
+    numbers = (T, C, columns, units, share, pieces, length)
+    return _Launch(module, columns * programs, how.threads, programs, numbers)
 
 
 @lru_cache(maxsize=256)
@@ -144,7 +124,6 @@ def _module(
     return cuda.Module(SOURCE, [kernel], options(kernel, how, taps, gates, dtype), device)
 
 
-@lru_cache(maxsize=1024)
 def _pieces(rows: int, T: int, taps: int, steps: int, room: int) -> int:
     """Into how many pieces a sequence is cut, at the least cost in waves of `room` blocks."""
 
@@ -156,8 +135,23 @@ def _pieces(rows: int, T: int, taps: int, steps: int, room: int) -> int:
     return min(range(1, most + 1), key=cost)
 
 
-def _readable(x: Tensor) -> Tensor:
+def _signature(given: Arguments) -> tuple[int, int, int, int, int, torch.dtype, torch.device]:
+    """What `_launch` asks of the arguments."""
+    u = given.u
+    B, T, C = u.shape
+    gates = (given.gate_in is not None) + 2 * (given.gate_out is not None)
+    return B, T, C, given.h.shape[1], gates, u.dtype, u.device
+
+
+def _filters(given: Arguments) -> tuple[Tensor, Tensor | None]:
+    """The filter and the skip, in float32."""
+    return given.h.float(), None if given.skip is None else given.skip.float().contiguous()
+
+
+def _readable(x: Tensor | None) -> Tensor | None:
     """x with channels side by side and offsets in a sequence that fit into C's int; a copy if need be."""
+    if x is None:
+        return None
     fits = x.stride(2) == 1 and max(x.stride(0), x.stride(1) * x.shape[1]) < 1 << 31
     return x if fits else x.contiguous()
 

@@ -2,6 +2,7 @@
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +52,6 @@ def _kernels(how: Plan, dtype: torch.dtype, device: torch.device) -> cuda.Module
     return found
 
 
-@lru_cache(maxsize=256)
 def _shares(rows: int, pairs: int, room: int, pair: int, filters: int) -> int:
     """Blocks that share a row's pairs, at the least cost in waves of `room` blocks: a `pair` and what is done
     once for the `filters` cost so many transforms."""
@@ -62,82 +62,100 @@ def _shares(rows: int, pairs: int, room: int, pair: int, filters: int) -> int:
     return min(range(1, pairs + 1), key=cost)
 
 
+class _Launch(NamedTuple):
+    """Of one kernel, as far as it depends on metadata alone."""
+
+    module: cuda.Module
+    blocks: int
+    threads: int
+    shared: int
+    shares: int
+    twiddles: Tensor
+    parts: tuple[int, int, int, int] | None
+    """The shape of what the parts of all rows need; None where a block has a whole row."""
+
+
+@lru_cache(maxsize=4096)
+def _launch(kernel: str, B: int, C: int, T: int, L: int, dtype: torch.dtype, device: torch.device) -> _Launch:
+    limits = cuda.limits(device)
+    how = plan(T, L, limits.shared)
+    assert how is not None  # `supports` has looked
+    place = KERNELS.index(kernel)
+    pairs = (B + 1) // 2
+    pair, filters = (2, 1) if place == 0 else (3, 2) if how.tuning.keeps else (5, 0)
+    room = how.tuning.blocks[place] * limits.multiprocessors
+    shares = _shares(C * how.outer, pairs, room, pair, filters)
+    rows = pairs + place * shares  # those of sums of h's gradient follow
+    return _Launch(
+        _kernels(how, dtype, device),
+        C * how.outer * shares,
+        how.threads,
+        how.shared[place],
+        shares,
+        _twiddles(how, device),
+        (rows, C, how.total, 2) if how.outer > 1 else None,
+    )
+
+
 class FFT:
     """See `bakeoff.ops.long_conv.run.Method`."""
 
     def convolve(self, v: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int) -> None:
         """y = h * v + skip v."""
-        _Call(v, h, skip, T).convolve(v, y, 1)
+        _convolve(v, h, skip, y, T, 1)
 
     def gradients(
         self, v: Tensor | None, dy: Tensor, h: Tensor, skip: Tensor | None, dv: Tensor | None, T: int
     ) -> tuple[Tensor | None, Tensor | None]:
         """Puts v's gradient into `dv` if it is given; returns those of h and skip if `v` is given."""
-        call = _Call(dy, h, skip, T)
         if v is not None:
-            dh = call.differentiate(v, dy, dv)
+            dh = _differentiate(v, dy, h, skip, dv, T)
             dskip = None if skip is None else dh[:, 0].to(skip.dtype, copy=True)
             return (pad(dh, (0, h.shape[1] - T)) if h.shape[1] > T else dh).to(h.dtype), dskip
         if dv is not None:
-            call.convolve(dy, dv, -1)
+            _convolve(dy, h, skip, dv, T, -1)
         return None, None
 
 
-class _Call:
-    """What the launches of one call share."""
+def _convolve(x: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, sign: int) -> None:
+    """y = h * x (correlated with h where `sign` is -1) + skip x."""
+    B, C, _ = x.shape
+    L = min(h.shape[1], T)
+    how = _launch("convolve", B, C, T, L, x.dtype, x.device)
+    how.module.launch(
+        "convolve", how.blocks, how.threads, how.shared,
+        x, *_filters(h, skip, L), y, *_parts(how, x.device), how.twiddles, sign,
+        B, T, L, C, how.shares, *_steps(x), *_steps(y),
+    )  # fmt: skip
 
-    def __init__(self, like: Tensor, h: Tensor, skip: Tensor | None, T: int) -> None:
-        self.B, self.C, _ = like.shape
-        self.T, self.L = T, min(h.shape[1], T)
-        limits = cuda.limits(like.device)
-        how = plan(T, self.L, limits.shared)
-        assert how is not None  # `supports` has looked
-        self.plan, self.multiprocessors = how, limits.multiprocessors
-        self.kernels = _kernels(how, like.dtype, like.device)
-        self.twiddles = _twiddles(how, like.device)
-        self.device = like.device
-        self.taps = h[:, : self.L].float().contiguous()
-        self.skips = self._floats(0) if skip is None else skip.float().contiguous()
-        self.pairs = (self.B + 1) // 2
 
-    def convolve(self, x: Tensor, y: Tensor, sign: int) -> None:
-        """y = h * x (correlated with h where `sign` is -1) + skip x."""
-        how = self.plan
-        shares = _shares(self.C * how.outer, self.pairs, self._room(how.tuning.blocks[0]), 2, 1)
-        self.kernels.launch(
-            "convolve", self.C * how.outer * shares, how.threads, how.shared[0],
-            x, self.taps, self.skips, y, *self._parts(self.pairs), self.twiddles, sign,
-            self.B, self.T, self.L, self.C, shares, *_steps(x), *_steps(y),
-        )  # fmt: skip
+def _differentiate(
+    x: Tensor, dy: Tensor, h: Tensor, skip: Tensor | None, dx: Tensor | None, T: int
+) -> Tensor:
+    """The gradient of h in float32, and that of x into `dx` if it is given."""
+    B, C, _ = x.shape
+    L = min(h.shape[1], T)
+    how = _launch("differentiate", B, C, T, L, x.dtype, x.device)
+    sums = torch.empty((how.shares, C, L), dtype=torch.float32, device=x.device)
+    how.module.launch(
+        "differentiate", how.blocks, how.threads, how.shared,
+        x, dy, *_filters(h, skip, L), dx, sums, *_parts(how, x.device), how.twiddles,
+        B, T, L, C, how.shares, *_steps(x), *_steps(dy), *_steps(dy if dx is None else dx),
+    )  # fmt: skip
+    return sums[0] if how.shares == 1 else sums.sum(0)
 
-    def differentiate(self, x: Tensor, dy: Tensor, dx: Tensor | None) -> Tensor:
-        """The gradient of h in float32, and that of x into `dx` if it is given."""
-        how = self.plan
-        pair, filters = (3, 2) if how.tuning.keeps else (5, 0)
-        shares = _shares(self.C * how.outer, self.pairs, self._room(how.tuning.blocks[1]), pair, filters)
-        sums = self._floats(shares, self.C, self.L)
-        self.kernels.launch(
-            "differentiate", self.C * how.outer * shares, how.threads, how.shared[1],
-            x, dy, self.taps, self.skips, self._floats(0) if dx is None else dx, sums,
-            *self._parts(self.pairs + shares), self.twiddles,
-            self.B, self.T, self.L, self.C, shares,
-            *_steps(x), *_steps(dy), *_steps(dy if dx is None else dx),
-        )  # fmt: skip
-        return sums[0] if shares == 1 else sums.sum(0)
 
-    def _parts(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Room for the parts of so many rows of every channel, and zeros to count them; empty where a block
-        has a whole row."""
-        rows = rows if self.plan.outer > 1 else 0
-        counts = torch.zeros((rows, self.C), dtype=torch.int32, device=self.device)
-        return self._floats(rows, self.C, self.plan.total, 2), counts
+def _filters(h: Tensor, skip: Tensor | None, L: int) -> tuple[Tensor, Tensor | None]:
+    """The first taps and the skip, in float32."""
+    return h[:, :L].float().contiguous(), None if skip is None else skip.float().contiguous()
 
-    def _room(self, blocks: int) -> int:
-        """For blocks at a time on the device, of which a multiprocessor has room for so many."""
-        return blocks * self.multiprocessors
 
-    def _floats(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self.device)
+def _parts(how: _Launch, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Room for the parts of every row and channel, and zeros to count them."""
+    if how.parts is None:
+        return None, None
+    counts = torch.zeros(how.parts[:2], dtype=torch.int32, device=device)
+    return torch.empty(how.parts, dtype=torch.float32, device=device), counts
 
 
 def _steps(x: Tensor) -> tuple[int, int]:

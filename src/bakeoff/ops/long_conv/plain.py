@@ -21,12 +21,13 @@ def eager(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) 
     """
     if u.numel() == 0:
         return empty(u, h, skip, gate_in, gate_out)
-    v = u if gate_in is None else (u * gate_in).to(u.dtype)
     wide = widest(u, h, skip)
+    v = u if gate_in is None else (u * gate_in).to(u.dtype)
+    v = v.to(wide)  # once, so that gradients by both ways are added before they are rounded
     convolve = _by_taps if causal and h.shape[1] <= _FEW else _by_fft
-    y = convolve(v.to(wide), h.to(wide), causal)
+    y = convolve(v, h.to(wide), causal)
     if skip is not None:
-        y = torch.addcmul(y, v.to(wide), skip.to(wide))
+        y = torch.addcmul(y, v, skip.to(wide))
     y = y.to(u.dtype)
     return y if gate_out is None else (y * gate_out).to(u.dtype)
 

@@ -40,7 +40,7 @@ def spread(h: torch.Tensor, n: int, causal: bool) -> torch.Tensor:
     """The filter [C, L] on a circle of n positions; symmetric to both sides of 0 if not causal."""
     L = h.shape[1]
     right: torch.Tensor = torch.nn.functional.pad(h, (0, n - L))
-    if causal or L == 1:
+    if causal:
         return right
     return right + torch.nn.functional.pad(h[:, 1:].flip(1), (n - L + 1, 0))
 
@@ -58,9 +58,10 @@ def fast_length(least: int) -> int:
     """A small even n >= least without prime factors above 5: what FFTs are fast at.
 
     In torch.compile a multiple of 2^b, with no prime above 127 for n up to 500,000: a formula that leaves the
-    length open, where others would have it compile anew for every length.
+    length open, where others would have it compile anew for every length. So in torch.jit.trace, where a
+    length is a tensor and the trace holds for others.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         step = 16 if least <= 2048 else 256 if least <= 32768 else 4096
         return -(-least // step) * step
     return min(odd << max(1, (-(-least // odd) - 1).bit_length()) for odd in _ODD)

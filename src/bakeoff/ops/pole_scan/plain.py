@@ -197,9 +197,10 @@ def _fine_steps(T: int) -> int:
 def _fast_length(n: int) -> int:
     """The least 2^a or 3 * 2^a that is not below n: lengths at which FFTs are fast.
 
-    In torch.compile a multiple of 2^b, with no prime above 127, for n up to 500,000.
+    In torch.compile a multiple of 2^b, with no prime above 127, for n up to 500,000; so in torch.jit.trace,
+    where a length is a tensor and the trace holds for others.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         step = 16 if n <= 2048 else 256 if n <= 32768 else 4096
         return -(-n // step) * step
     power = 1 << (n - 1).bit_length()

@@ -173,7 +173,12 @@ OP = Op(
             supports=triton_supports,
             requires=("triton",),
             launches="bakeoff.ops.rms_norm.run:launches",
-            sources=("bakeoff.ops.rms_norm.kernels", "bakeoff.ops.rms_norm.run", "bakeoff.launch"),
+            sources=(
+                "bakeoff.ops.rms_norm.kernels",
+                "bakeoff.ops.rms_norm.run",
+                "bakeoff.launch",
+                "bakeoff.layout",
+            ),
         ),
         Candidate(
             "liger",

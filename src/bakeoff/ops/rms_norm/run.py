@@ -14,6 +14,7 @@ from triton import knobs
 
 from bakeoff import launch
 from bakeoff.launch import Launcher
+from bakeoff.layout import rows_of
 from bakeoff.ops.rms_norm import kernels
 
 __all__ = ["launches", "run_backward", "run_forward"]
@@ -76,26 +77,6 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`t` with a dense last dimension and one stride between rows, and that stride; a copy if need be."""
-    D = t.shape[-1]
-    if t.is_contiguous():
-        return t, D
-    row_stride = None
-    extent = 0
-    for size, stride in zip(reversed(t.shape[:-1]), reversed(t.stride()[:-1]), strict=True):
-        if size == 1:
-            continue
-        if row_stride is None:
-            row_stride = stride
-        elif stride != extent:
-            return t.contiguous(), D
-        extent = stride * size
-    if D > 1 and t.stride(-1) != 1:
-        return t.contiguous(), D
-    return t, D if row_stride is None else row_stride
-
-
 def _alignment(strides: int) -> int:
     """The largest power of two up to 16 that divides every stride or-ed into `strides`."""
     bits = strides | 16
@@ -155,11 +136,11 @@ def _any_forward(
     D = x.shape[-1]
     N = x.numel() // D
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    x, x_stride = _rows(x)
+    x, x_stride = rows_of(x)
     s, residual_stride = None, D
     if residual is not None:
         s = torch.empty_like(y, dtype=torch.promote_types(x.dtype, residual.dtype))
-        residual, residual_stride = _rows(residual)
+        residual, residual_stride = rows_of(residual)
     if N == 0:
         return y, s
     if weight is not None:
@@ -264,11 +245,11 @@ def _any_backward(
             dresidual = torch.empty(s.shape, dtype=residual_dtype, device=s.device)
     if N == 0:
         return dx, dresidual, torch.zeros_like(weight) if want_weight and weight is not None else None
-    s, s_stride = _rows(s)
-    dy, dy_stride = _rows(dy)
+    s, s_stride = rows_of(s)
+    dy, dy_stride = rows_of(dy)
     ds_stride = D
     if ds is not None:
-        ds, ds_stride = _rows(ds)
+        ds, ds_stride = rows_of(ds)
     if weight is not None:
         weight = weight.contiguous()
     align = _alignment(s_stride | dy_stride | ds_stride)

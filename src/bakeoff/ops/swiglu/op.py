@@ -135,7 +135,12 @@ OP = Op(
             supports=triton_supports,
             requires=("triton",),
             launches="bakeoff.launch:launches",
-            sources=("bakeoff.ops.swiglu.kernels", "bakeoff.ops.swiglu.run", "bakeoff.launch"),
+            sources=(
+                "bakeoff.ops.swiglu.kernels",
+                "bakeoff.ops.swiglu.run",
+                "bakeoff.launch",
+                "bakeoff.layout",
+            ),
         ),
         Candidate(
             "liger",

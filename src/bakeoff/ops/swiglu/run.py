@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 
 from bakeoff.launch import Launcher
+from bakeoff.layout import rows_of
 from bakeoff.ops.swiglu import kernels
 
 __all__ = ["run_backward", "run_forward"]
@@ -21,10 +22,10 @@ def run_forward(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
     if size == 0:
         return y
     F = y.shape[-1]
-    gate, stride = _rows(gate)
+    gate, stride = rows_of(gate)
     strides = (stride, stride)
     if up is not None:
-        up, up_stride = _rows(up)
+        up, up_stride = rows_of(up)
         strides = (stride, up_stride)
     grid, numbers, constants = _plan(
         size // F, F, y.element_size(), strides, up is None, kernels.FORWARD_ACCESSES
@@ -43,11 +44,11 @@ def run_backward(
     if size == 0:
         return dgate, dup
     F = dy.shape[-1]
-    dy, dy_stride = _rows(dy)
-    gate, stride = _rows(gate)
+    dy, dy_stride = rows_of(dy)
+    gate, stride = rows_of(gate)
     strides = (dy_stride, stride, stride)
     if up is not None:
-        up, up_stride = _rows(up)
+        up, up_stride = rows_of(up)
         strides = (dy_stride, stride, up_stride)
     grid, numbers, constants = _plan(
         size // F, F, dy.element_size(), strides, up is None, kernels.BACKWARD_ACCESSES
@@ -59,23 +60,3 @@ def run_backward(
 def _like(t: torch.Tensor) -> torch.Tensor:
     """An uninitialised contiguous tensor like t (empty_like takes half of new_empty's time)."""
     return torch.empty_like(t) if t.is_contiguous() else t.new_empty(t.shape)
-
-
-def _rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`t` with a dense last dimension and one stride between rows, and that stride; a copy if need be."""
-    width = t.shape[-1]
-    if t.is_contiguous():
-        return t, width
-    sizes, strides = t.shape, t.stride()
-    step = extent = -1  # between rows, and between blocks of the rows seen so far
-    for i in range(t.dim() - 2, -1, -1):
-        if sizes[i] == 1:
-            continue
-        if step < 0:
-            step = strides[i]
-        elif strides[i] != extent:
-            return t.contiguous(), width
-        extent = strides[i] * sizes[i]
-    if width > 1 and strides[-1] != 1:
-        return t.contiguous(), width
-    return t, width if step < 0 else step
