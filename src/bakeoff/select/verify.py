@@ -80,7 +80,7 @@ class Yardstick:
     aliases: set[int]
     """Outputs that share memory with an argument in plain PyTorch too."""
     ragged: bool = False
-    """Nobody called this: it is one item fewer, and says nothing of code that is made for each shape alone."""
+    """Nobody called this, one item fewer: it says nothing of code that is made for each shape alone."""
 
 
 def yardsticks(op: Op, case: Case, called: Case | None = None, seed: int = 0) -> Iterator[Yardstick]:
