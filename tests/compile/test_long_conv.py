@@ -8,9 +8,10 @@ import torch
 
 import bakeoff
 from aot import SHARED_LIMIT, TARGETS, Built, build
-from bakeoff.ops.long_conv import direct
+from bakeoff.ops.long_conv import direct, direct_major
 from bakeoff.ops.long_conv.fft import KERNELS, SOURCE
 from bakeoff.ops.long_conv.kernels import pack, toeplitz
+from bakeoff.ops.long_conv.op import MOST_TAPS_MAJOR
 from bakeoff.ops.long_conv.plan import Plan, plan
 from nvrtc import build as build_cuda
 
@@ -64,6 +65,30 @@ def test_direct_stays_in_registers(taps, gates, target):
             built = build_cuda(ROOT / direct.SOURCE, given, target)
             assert set(built) == {kernel}
             assert built[kernel].spills <= 128
+
+
+@pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
+@pytest.mark.parametrize("gates", [0, 3], ids=["plain", "gated"])
+@pytest.mark.parametrize("taps", [1, 4, 8, 16, MOST_TAPS_MAJOR])
+def test_direct_along_time_stays_in_registers(taps, gates, target):
+    """But for a few bytes of local memory a thread."""
+    for kernel in direct_major.KERNELS:
+        for wide in (False, True):
+            how = direct_major.tiling(kernel, taps, gates, wide)
+            for dtype in (torch.bfloat16, torch.float32):
+                given = direct_major.options(kernel, how, 32, wide, taps, gates, dtype)
+                built = build_cuda(ROOT / direct_major.SOURCE, given, target)[kernel]
+                assert built.spills <= 128
+                stores = set(re.findall(r"st\.global\.(\S+)", built.assembly)) - {"f32", "u32"}
+                assert not wide or stores == {"v4.u32"}
+
+
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_direct_on_short_sequences(lanes):
+    for kernel in direct_major.KERNELS:
+        how = direct_major.tiling(kernel, 4, 3, True)
+        given = direct_major.options(kernel, how, lanes, True, 4, 3, torch.float16)
+        assert build_cuda(ROOT / direct_major.SOURCE, given, "sm_90")[kernel].spills == 0
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -5,7 +5,7 @@ import torch
 
 from bakeoff.ops.long_conv import OP, long_conv
 from bakeoff.ops.long_conv.autograd import _forward_op
-from bakeoff.ops.long_conv.op import MOST_TAPS
+from bakeoff.ops.long_conv.op import MOST_TAPS, MOST_TAPS_MAJOR
 from bakeoff.ops.long_conv.reference import long_conv as reference
 from bakeoff.select.verify import verify, yardsticks
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.parametrize("impl", ["direct", "toeplitz", "fft"])
 
 def tensors(impl, B, T, C, L, dtype=torch.bfloat16, major=False, narrow=False):
     """u, h, skip and the gates; as many taps as `impl` can take."""
-    L = min(L, MOST_TAPS) if impl == "direct" else L
+    L = min(L, MOST_TAPS_MAJOR if major else MOST_TAPS) if impl == "direct" else L
 
     def like_u():
         x = (
@@ -46,10 +46,10 @@ def test_the_grid_passes_the_contest_verification(case, impl):
 
 @pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 37, 5, 9), (2, 129, 45, 200), (2, 640, 8, 640)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 1), (3, 37, 5, 9), (2, 129, 45, 200), (2, 640, 8, 640), (5, 4096, 33, 4)], ids=str
+)
 def test_odd_shapes(shape, dtype, major, impl):
-    if impl == "direct" and major:
-        pytest.skip("for channels side by side in memory")
     args = tensors(impl, *shape, dtype, major, narrow=dtype == torch.float16)
     wide = [a.detach().double().requires_grad_() for a in args]
     out = reference(*wide, True)
@@ -59,9 +59,26 @@ def test_odd_shapes(shape, dtype, major, impl):
         assert error < max(4 * torch.finfo(dtype).eps, 5e-6)
 
 
-def test_graph_capture_and_repetition(impl):
+def test_rows_of_any_alignment(impl):
+    """Steps and starts that are no multiples of 16 bytes, and a gradient with channels side by side."""
+    for T, row, first in ((4000, 4096, 0), (4096, 4104, 1), (4095, 4096, 8), (1001, 1001, 0)):
+        args = tensors(impl, 2, T, 40, 4, major=True)
+        for place in (0, 3, 4):
+            whole = torch.randn(2 * 40 * row + first, device="cuda").bfloat16()
+            args[place] = whole[first:].view(2, 40, row)[..., :T].mT.requires_grad_()
+        wide = [a.detach().double().requires_grad_() for a in args]
+        out = reference(*wide, True)
+        dout = torch.randn(2, T, 40, device="cuda").bfloat16()
+        want = torch.autograd.grad(out, wide, dout.double())
+        mine = long_conv(args[0], args[1], skip=args[2], gate_in=args[3], gate_out=args[4], impl=impl)
+        for got, exact in zip(torch.autograd.grad(mine, args, dout), want, strict=True):
+            assert (got.double() - exact).abs().max() <= 2**-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
+def test_graph_capture_and_repetition(impl, major):
     torch.use_deterministic_algorithms(True)
-    args = tensors(impl, 4, 500, 64, 500)
+    args = tensors(impl, 4, 500, 64, 500, major=major)
     step(args, impl)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -74,13 +91,14 @@ def test_graph_capture_and_repetition(impl):
         assert torch.equal(a, b)
 
 
-def test_torch_compile_whole_with_any_length(impl):
+@pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
+def test_torch_compile_whole_with_any_length(impl, major):
     def call(u, h, skip, gate_in, gate_out):
         return long_conv(u, h, skip=skip, gate_in=gate_in, gate_out=gate_out, impl=impl)
 
     compiled = torch.compile(call, fullgraph=True)
     for T in (16, 65, 200, 301):
-        args = tensors(impl, 2, T, 40, 150)
+        args = tensors(impl, 2, T, 40, 150, major=major)
         out = compiled(*args)
         got = (out, *torch.autograd.grad(out, args, torch.ones_like(out)))
         for a, b in zip(got, step(args, impl), strict=True):
@@ -115,8 +133,8 @@ def test_more_than_two_to_the_31_elements(impl):
     with torch.no_grad():
         T, C = 2048, 1024
         B = (1 << 31) // (T * C) + 2
-        h = torch.randn(C, MOST_TAPS if impl == "direct" else 64, device="cuda", dtype=torch.bfloat16)
-        for shape in ((B, T, C), (B, C, T))[: 1 if impl == "direct" else 2]:
+        h = torch.randn(C, MOST_TAPS_MAJOR if impl == "direct" else 64, device="cuda", dtype=torch.bfloat16)
+        for shape in ((B, T, C), (B, C, T)):
             u = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
             u = u if shape[2] == C else u.transpose(1, 2)
             y = long_conv(u, h, impl=impl)

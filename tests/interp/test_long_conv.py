@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from bakeoff.errors import Unsupported
 from bakeoff.ops.long_conv import OP, long_conv
 from bakeoff.ops.long_conv import direct as direct_room
+from bakeoff.ops.long_conv import direct_major as major_room
 from bakeoff.ops.long_conv import fft as fft_room
 from bakeoff.ops.long_conv import plan as plan_room
-from bakeoff.ops.long_conv.direct import tiling
+from bakeoff.ops.long_conv.op import MOST_TAPS_MAJOR
 from bakeoff.ops.long_conv.plan import Plan, plan
 from bakeoff.ops.long_conv.reference import long_conv as reference
 from bakeoff.ops.long_conv.rows import room_like, rows, unpack
@@ -49,6 +50,8 @@ def emulated(name, monkeypatch):
             fft_room._launch,
             direct_room._module,
             direct_room._launch,
+            major_room._module,
+            major_room._launch,
         ):
             cache.cache_clear()
     return OP.by_name[name]
@@ -248,23 +251,35 @@ def test_rows_are_not_copied(candidate):
 @pytest.fixture
 def direct(monkeypatch):
     """The candidate for few taps, with room for few blocks, so that they have several pieces each."""
-    monkeypatch.setattr(direct_room, "tiling", narrow)
+    for room in (direct_room, major_room):
+        monkeypatch.setattr(room, "tiling", narrowed(room.tiling))
+    monkeypatch.setattr(major_room, "_WARP", 4)
     return emulated("direct", monkeypatch)
 
 
-def narrow(kernel, taps, gates):
-    """As `direct.tiling`, with small blocks."""
-    return tiling(kernel, taps, gates)._replace(threads=8, blocks=2)
+def narrowed(tiling):
+    """As `tiling`, with small blocks."""
+    return lambda *given: tiling(*given)._replace(threads=8, blocks=2)
 
 
-@pytest.mark.parametrize(("name", "room"), [("fft", fft_room), ("direct", direct_room)])
-def test_what_a_launch_needs_is_worked_out_once(monkeypatch, name, room):
+@pytest.mark.parametrize(
+    ("name", "room", "major"),
+    [("fft", fft_room, False), ("direct", direct_room, False), ("direct", major_room, True)],
+)
+def test_what_a_launch_needs_is_worked_out_once(monkeypatch, name, room, major):
     """Per length, and each way."""
     candidate = emulated(name, monkeypatch)
     for T in (70, 70, 90):
-        check(candidate, tensors(2, T, 6, 4))
+        check(candidate, tensors(2, T, 6, 4, major=major))
     assert room._launch.cache_info().misses == 4
 
+
+def few(B, T, C, L, dtype=torch.float32, **kind):
+    """`tensors` with as many taps as `direct` can take."""
+    return tensors(B, T, C, min(L, MOST_TAPS_MAJOR) if kind["major"] else L, dtype, **kind)
+
+
+either = pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
 
 DIRECT_SHAPES = [
     (1, 1, 1, 1), (2, 3, 4, 4), (3, 70, 5, 4), (2, 64, 36, 2), (1, 130, 12, 3), (2, 150, 10, 11),
@@ -274,19 +289,22 @@ DIRECT_SHAPES = [
 
 @pytest.mark.parametrize("optional", [PLAIN, GATED, (1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=str)
 @pytest.mark.parametrize("shape", DIRECT_SHAPES, ids=str)
-def test_direct(direct, shape, optional):
-    check(direct, tensors(*shape, optional=optional))
+@either
+def test_direct(direct, shape, optional, major):
+    check(direct, few(*shape, optional=optional, major=major))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 70, 6, 4), (2, 100, 4, 12), (2, 90, 3, 33)], ids=str)
-def test_direct_in_half_precision(direct, shape, dtype):
-    check(direct, tensors(*shape, dtype, wide_filter=dtype == torch.bfloat16))
+@pytest.mark.parametrize("shape", [(3, 70, 6, 4), (2, 96, 4, 12), (2, 90, 3, 33)], ids=str)
+@either
+def test_direct_in_half_precision(direct, shape, dtype, major):
+    check(direct, few(*shape, dtype, major=major, wide_filter=dtype == torch.bfloat16))
 
 
 @pytest.mark.parametrize("wanted", range(5))
-def test_direct_gives_each_gradient_alone(direct, wanted):
-    args = tensors(2, 70, 6, 4)
+@either
+def test_direct_gives_each_gradient_alone(direct, wanted, major):
+    args = tensors(2, 70, 6, 4, major=major)
     dout = torch.randn(2, 70, 6)
     all_of_them = step(direct.call, args, dout)[1:]
     alone = [a.detach().requires_grad_(i == wanted) for i, a in enumerate(args)]
@@ -303,8 +321,55 @@ def test_direct_on_slices_and_mixed_layouts(direct):
     check(direct, [torch.randn(70, 2, 6).transpose(0, 1).requires_grad_(), *tensors(2, 70, 6, 5)[1:]])
 
 
-def test_direct_keeps_what_is_not_finite_within_its_taps(direct):
-    u = torch.randn(2, 90, 3)
+def test_direct_along_rows_as_on_a_gpu(monkeypatch):
+    """With whole warps."""
+    check(emulated("direct", monkeypatch), tensors(2, 264, 3, 4, major=True))
+
+
+def padded(B, C, T, row, first, dtype):
+    """[B, T, C] whose rows of positions lie `row` values apart, from the value `first` on."""
+    x = torch.randn(B * C * row + first).to(dtype)
+    return x[first:].view(B, C, row)[..., :T].mT.requires_grad_()
+
+
+@pytest.mark.parametrize("T", [70, 72])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_direct_along_rows_of_any_alignment(direct, T, dtype):
+    for row, first in ((T, 0), (80, 0), (80, 1), (T + 1, 0)):
+        u, gate = (padded(2, 5, T, row, first, dtype) for _ in range(2))
+        assert (u.stride(2), u.data_ptr() % 16) == (row, first * dtype.itemsize)
+        check(direct, [u, *tensors(2, T, 5, 4, major=True)[1:3], None, gate])
+
+
+def test_direct_along_rows_in_any_order(direct):
+    rest = tensors(2, 72, 6, 5, major=True)[1:]
+    for u in (
+        torch.randn(6, 2, 72).permute(1, 2, 0),  # batches inside
+        torch.randn(6, 72).t().expand(2, 72, 6),
+        torch.randn(2, 72, 1).expand(2, 72, 6),
+        torch.randn(4, 18, 72).mT[::2, :, ::3],
+    ):
+        assert 1 in u.stride()[1:]
+        check(direct, [u.detach().requires_grad_(), *rest])
+    one = torch.randn(2, 72, 1)
+    check(direct, [one.requires_grad_(), *tensors(2, 72, 1, 5, major=True)[1:]])
+
+
+def test_direct_along_rows_of_mixed_layouts(direct):
+    args = tensors(2, 72, 6, 5, major=True)
+    args[3] = torch.randn(2, 72, 6).requires_grad_()
+    for dout in (None, torch.randn(6).expand(2, 72, 6), torch.randn(2, 72, 1).expand(2, 72, 6)):
+        check(direct, args, dout)
+
+
+def test_direct_returns_the_layout_it_is_given(direct):
+    for x in (torch.randn(2, 16, 3), torch.randn(2, 3, 16).mT, torch.randn(3, 2, 16).permute(1, 2, 0)):
+        assert direct.call(x, torch.randn(3, 4), None, None, None, True).stride() == x.stride()
+
+
+@either
+def test_direct_keeps_what_is_not_finite_within_its_taps(direct, major):
+    u = torch.randn(2, 3, 90).mT if major else torch.randn(2, 90, 3)
     h = torch.randn(3, 7)
     want = direct.call(u, h, None, None, None, True)
     for trouble in (float("inf"), float("nan")):
@@ -359,21 +424,27 @@ def test_taps_beyond_the_sequence_have_no_effect(every):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_direct_passes_the_contest_verification(direct):
-    for args in (tensors(9, 70, 8, 4, torch.float16), tensors(9, 140, 8, 50)):
+@either
+def test_direct_passes_the_contest_verification(direct, major):
+    for args in (tensors(9, 70, 8, 4, torch.float16, major=major), few(9, 140, 8, 50, major=major)):
         case = OP.case([*args, True])
         _, deterministic = verify(OP, direct, list(yardsticks(OP, case)))
         assert deterministic
 
 
 def test_direct_leaves_to_others_what_it_has_no_kernel_for(direct):
-    with pytest.raises(Unsupported, match="channels side by side"):
-        long_conv(torch.randn(1, 2, 80).mT, torch.randn(2, 4), impl="direct")
+    with pytest.raises(Unsupported, match="channels or positions side by side"):
+        long_conv(torch.randn(1, 80, 4)[..., ::2], torch.randn(2, 4), impl="direct")
     with pytest.raises(Unsupported, match="at most 64 taps, not 65"):
         long_conv(torch.randn(1, 80, 2), torch.randn(2, 65), impl="direct")
-    huge = TensorMeta.dense((1, 1 << 16, 1 << 15), torch.bfloat16)
-    case = OP.cases()[0].replace(u=huge, h=TensorMeta.dense((1 << 15, 4), torch.float32))
-    assert direct.reasons(case) == ["the sequences are too large"]
+    with pytest.raises(Unsupported, match="at most 32 taps where positions lie side by side, not 33"):
+        long_conv(torch.randn(1, 2, 80).mT, torch.randn(2, 33), impl="direct")
+    T, C = 1 << 16, 1 << 15
+    last, many = TensorMeta.dense((1, T, C), torch.bfloat16), 1 << 15
+    batches_inside = TensorMeta((many, T, 2), torch.bfloat16, (T, 1, many * T))
+    for huge in (last, batches_inside):
+        h = TensorMeta.dense((huge.shape[2], 4), torch.float32)
+        assert direct.reasons(OP.cases()[0].replace(u=huge, h=h)) == ["the sequences are too large"]
 
 
 @pytest.mark.parametrize(

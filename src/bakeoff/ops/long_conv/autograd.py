@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from bakeoff.ops.long_conv.direct import Direct
+from bakeoff.ops.long_conv.direct_major import EitherLayout
 from bakeoff.ops.long_conv.fft import FFT
 from bakeoff.ops.long_conv.rows import room_like
 from bakeoff.ops.long_conv.run import Arguments, Method, OnRows
@@ -12,7 +12,7 @@ from bakeoff.ops.long_conv.toeplitz import TOEPLITZ
 
 __all__ = ["direct", "fft", "toeplitz"]
 
-_METHODS: dict[str, Method] = {"direct": Direct(), "toeplitz": OnRows(TOEPLITZ), "fft": OnRows(FFT())}
+_METHODS: dict[str, Method] = {"direct": EitherLayout(), "toeplitz": OnRows(TOEPLITZ), "fft": OnRows(FFT())}
 _TWICE = (
     "this candidate of long_conv can't be differentiated twice; "
     "pass impl='eager' or use bakeoff.using(long_conv='eager')"

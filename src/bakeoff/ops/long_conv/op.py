@@ -16,6 +16,7 @@ __all__ = ["OP"]
 
 _SHORT = 64  # the longest filter for which products were seen to beat FFTs on longer rows, on an H100
 MOST_TAPS = 64  # of `direct`: as many sums and as long a window fill a thread's registers
+MOST_TAPS_MAJOR = 32  # and of channel-major data, where a thread reads the whole window at once
 
 
 def check(case: Case) -> None:
@@ -163,11 +164,14 @@ def _kernels(case: Case) -> str | None:
 
 def _direct(case: Case) -> str | None:
     """Why one product after another can't take these arguments."""
-    if case.h.shape[1] > MOST_TAPS:
-        return f"for filters of at most {MOST_TAPS} taps, not {case.h.shape[1]}"
-    if case.u.stride[2] != 1:
-        return "for channels side by side in memory"
-    if case.u.shape[1] * case.u.shape[2] >= 1 << 31:
+    (B, T, C), taps, last = case.u.shape, case.h.shape[1], case.u.stride[2] == 1
+    if taps > MOST_TAPS:
+        return f"for filters of at most {MOST_TAPS} taps, not {taps}"
+    if 1 not in case.u.stride[1:]:
+        return "for channels or positions side by side in memory"
+    if not last and taps > MOST_TAPS_MAJOR:
+        return f"for filters of at most {MOST_TAPS_MAJOR} taps where positions lie side by side, not {taps}"
+    if T * (C if last else max(B, C)) >= 1 << 31:
         return "the sequences are too large"
     return cuda.missing() or _kernels(case)
 
@@ -191,6 +195,7 @@ def _fft(case: Case) -> str | None:
 
 _SOURCES = ("bakeoff.ops.long_conv.reference",)
 _HERE = "bakeoff.ops.long_conv"
+_DIRECT = tuple(f"kernels:{name}" for name in ("direct.cu", "direct_major.cu", "taps.cuh", "data.cuh"))
 _ROWS = tuple(f"{_HERE}.{room}" for room in ("kernels.pack", "rows", "run"))
 
 OP = Op(
@@ -207,10 +212,7 @@ OP = Op(
             requires=("triton",),
             supports=_direct,
             sources=(
-                *(
-                    f"{_HERE}.{room}"
-                    for room in ("rows", "run", "direct", "kernels:direct.cu", "kernels:data.cuh")
-                ),
+                *(f"{_HERE}.{room}" for room in ("rows", "run", "direct", "direct_major", *_DIRECT)),
                 "bakeoff.cuda",
             ),
             launches="bakeoff.cuda:launches",

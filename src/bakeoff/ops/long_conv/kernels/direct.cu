@@ -10,7 +10,7 @@
 // there is a gate_in, plus 2 if there is a gate_out; DATA (see data.cuh); and BACKWARD, 0 for `convolve`, 1 for
 // `differentiate`, as each is cut otherwise.
 
-#include "data.cuh"
+#include "taps.cuh"
 
 // A channel of a sequence.
 struct Line {
@@ -25,12 +25,6 @@ struct Line {
     }
     __device__ __forceinline__ void put(int t, float x) const { data[t * step] = narrowed(x); }
 };
-
-// The filter of a channel, the skip added to its first tap; 0 for taps beyond every sequence.
-DEVICE void read_taps(float taps[TAPS], const float *h, const float *skip, int c, int h_c, int h_l, int T) {
-    UNROLL for (int j = 0; j < TAPS; j++) taps[j] = j < T ? h[(long long)c * h_c + (long long)j * h_l] : 0.f;
-    if (skip) taps[0] += skip[c];
-}
 
 // A thread's channel, and its piece of which sequence; pieces have `length` positions, a multiple of STEPS.
 struct Place {

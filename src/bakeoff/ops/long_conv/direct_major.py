@@ -1,0 +1,203 @@
+"""Few taps where positions lie side by side (channel-major data): launches of `kernels/direct_major.cu`."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bakeoff import cuda
+from bakeoff.ops.long_conv.direct import Direct
+from bakeoff.ops.long_conv.rows import channels_last, room_like
+from bakeoff.ops.long_conv.run import Arguments, Gradients, Method
+
+__all__ = ["KERNELS", "SOURCE", "DirectMajor", "EitherLayout", "Tiling", "lanes", "options", "tiling"]
+
+SOURCE = "ops/long_conv/kernels/direct_major.cu"
+KERNELS = ("convolve", "differentiate")
+_DATA = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_VECTOR = 16  # bytes
+_WARP = 32
+_WAVES = 4  # of blocks at least, before a thread takes another piece: the last one may be nearly empty
+
+
+class Tiling(NamedTuple):
+    """How a kernel cuts channels and time."""
+
+    vectors: int
+    """A thread reads before it uses the first."""
+    threads: int
+    blocks: int
+    """Wanted on a multiprocessor."""
+    share: int
+    """Pieces a group of threads takes, one after another, where there are enough for all."""
+
+
+def tiling(kernel: str, taps: int, gates: int, wide: bool) -> Tiling:
+    """How `kernel` is cut for so many taps, with or without gates, with wide loads or single ones: not swept
+    yet, but what fits into registers and keeps some 32 KiB on their way to a multiprocessor."""
+    vectors = 2 if wide and taps <= 8 else 1
+    if kernel == "convolve":
+        if taps <= 16:
+            return Tiling(vectors, 128, 8 if taps <= (4 if gates else 8) else 5, 4)
+        return Tiling(vectors, 64, 8, 16)
+    if taps <= 8:
+        return Tiling(vectors, 128, 4 if gates else 8, 8)
+    return Tiling(vectors, 128 if taps <= 16 else 64, 3 if gates else 4, 8 if taps <= 16 else 16)
+
+
+def lanes(T: int, dtype: torch.dtype) -> int:
+    """The power of 2 of threads that share a piece: as many as a sequence has vectors, up to a warp."""
+    vectors = -(-T * dtype.itemsize // _VECTOR)
+    return min(1 << (vectors - 1).bit_length(), _WARP)
+
+
+def options(
+    kernel: str, how: Tiling, lanes: int, wide: bool, taps: int, gates: int, dtype: torch.dtype
+) -> list[str]:
+    """What `kernels/direct_major.cu` is compiled with."""
+    given = {"BACKWARD": KERNELS.index(kernel), "TAPS": taps, "GATES": gates, "DATA": _DATA[dtype]}
+    given |= {"LANES": lanes, "WIDE": int(wide)}
+    given |= {"VECTORS": how.vectors, "THREADS": how.threads, "BLOCKS": how.blocks}
+    return [f"-D{name}={value}" for name, value in given.items()]
+
+
+class EitherLayout:
+    """`direct`, on data whose positions or else channels lie side by side. See
+    `bakeoff.ops.long_conv.run.Method`."""
+
+    def __init__(self) -> None:
+        self.last, self.major = Direct(), DirectMajor()
+
+    def forward(self, given: Arguments, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """(the output, and if `keep` what `gate_out` multiplied)."""
+        return self._method(given.u).forward(given, keep)
+
+    def backward(self, dout: Tensor, given: Arguments, y: Tensor | None, wanted: Sequence[bool]) -> Gradients:
+        """The gradients that are `wanted`, in the arguments' order."""
+        return self._method(given.u).backward(dout, given, y, wanted)
+
+    def _method(self, u: Tensor) -> Method:
+        return self.major if _in_rows(u) else self.last
+
+
+class DirectMajor:
+    """See `bakeoff.ops.long_conv.run.Method`; for u whose positions lie side by side. Nothing is packed."""
+
+    def forward(self, given: Arguments, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """(the output, and if `keep` what `gate_out` multiplied)."""
+        out = room_like(given.u)
+        y = room_like(given.u) if keep else None
+        read = [given.u, given.gate_in, given.gate_out]
+        _run("convolve", given, read, [out, y])
+        return out, y
+
+    def backward(self, dout: Tensor, given: Arguments, y: Tensor | None, wanted: Sequence[bool]) -> Gradients:
+        """The gradients that are `wanted`, in the arguments' order."""
+        found = [room_like(given.u) if wanted[i] else None for i in (0, 3, 4)]
+        read = [dout, given.u, given.gate_in, given.gate_out, y]
+        sums = _run("differentiate", given, read, found, wanted[1] or wanted[2])
+        du, dgate_in, dgate_out = found
+        dh = dskip = None
+        if sums is not None:
+            dh = sums.to(given.h.dtype)
+            dskip = None if given.skip is None else sums[:, 0].to(given.skip.dtype, copy=True)
+        return Gradients(du, dh, dskip, dgate_in, dgate_out)
+
+
+def _run(
+    kernel: str,
+    given: Arguments,
+    read: Sequence[Tensor | None],
+    written: Sequence[Tensor | None],
+    tunes: bool = False,
+) -> Tensor | None:
+    """Fills the rooms in `written`. If it `tunes`, h's gradient [C, taps]."""
+    u, h = given.u, given.h.float()
+    skip = None if given.skip is None else given.skip.float().contiguous()
+    read = [None if x is None else _readable(x) for x in read]
+    wide = u.shape[1] * u.itemsize % _VECTOR == 0 and all(x is None or _aligned(x) for x in (*read, *written))
+    gates = (given.gate_in is not None) + 2 * (given.gate_out is not None)
+    how = _launch(kernel, wide, *u.shape, h.shape[1], gates, u.dtype, u.device)
+    partial = h.new_empty((how.parts, *h.shape)) if tunes else None
+    room = next((x for x in written if x is not None), None)
+    how.module.launch(
+        kernel, how.blocks, how.threads, 0,
+        *read, h, skip, *written, *([partial] if kernel == "differentiate" else []),
+        *how.numbers, *h.stride(), *_steps(*read, room),
+    )  # fmt: skip
+    return None if partial is None else partial.sum(0)
+
+
+class _Launch(NamedTuple):
+    """Of one kernel, as far as it depends on metadata alone."""
+
+    module: cuda.Module
+    blocks: int
+    threads: int
+    parts: int
+    """Groups of threads with the same channel."""
+    numbers: tuple[int, ...]
+    """How time is cut, as the kernel takes it."""
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    kernel: str,
+    wide: bool,
+    B: int,
+    T: int,
+    C: int,
+    taps: int,
+    gates: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> _Launch:
+    how, group = tiling(kernel, taps, gates, wide), lanes(T, dtype)
+    module = _module(kernel, how, group, wide, taps, gates, dtype, device)
+    groups = how.threads // group
+    pieces = -(-T * dtype.itemsize // (_VECTOR * group))
+    room = groups * how.blocks * cuda.limits(device).multiprocessors
+    share = max(1, min(how.share, B * pieces * C // (_WAVES * room)))
+    parts = -(-B * pieces // share)
+    numbers = (T, C, B * pieces, share, pieces)
+    return _Launch(module, -(-parts * C // groups), how.threads, parts, numbers)
+
+
+@lru_cache(maxsize=256)
+def _module(
+    kernel: str,
+    how: Tiling,
+    lanes: int,
+    wide: bool,
+    taps: int,
+    gates: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> cuda.Module:
+    return cuda.Module(SOURCE, [kernel], options(kernel, how, lanes, wide, taps, gates, dtype), device)
+
+
+def _in_rows(u: Tensor) -> bool:
+    """Whether positions, not channels, lie side by side in room for a result like u: mostly as in u."""
+    to_b, to_t, to_c = u.stride()
+    if to_t == 1 and to_b > 1 and to_c > 1:
+        return True
+    return not channels_last(u) and room_like(u).stride(1) == 1
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x with positions side by side and steps that fit into C's int; a copy if need be."""
+    fits = x.stride(1) == 1 and max(x.stride(0), x.stride(2)) < 1 << 31
+    return x if fits else x.mT.contiguous().mT
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether each row of positions begins at a multiple of a vector."""
+    return (x.data_ptr() | (x.stride(0) | x.stride(2)) * x.itemsize) % _VECTOR == 0
+
+
+def _steps(*tensors: Tensor | None) -> list[int]:
+    """From sequence to sequence and from channel to channel, of each."""
+    return [step for x in tensors for step in ((0, 0) if x is None else (x.stride(0), x.stride(2)))]
