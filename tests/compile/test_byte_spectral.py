@@ -15,7 +15,6 @@ from bakeoff.select.op import Case
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
 SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 MAJOR = {"sm_80": 8, "sm_90": 9, "sm_100": 10, "gfx942": 9}
-OVERLAPS = ("sm_90", "sm_100")  # where a kernel may begin before the one before has ended
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 CASES = {case.name: case for case in OP.cases()}
 FORMS = [
@@ -74,7 +73,6 @@ def signal(case: Case, target: str) -> Built:
     signature |= {"dout": TYPES[(case.weight or case.table).dtype], "partial": "*fp32"}
     signature |= dict.fromkeys(("tiles", "columns", "first"), "i64")
     constants |= {"TABLE": True, "WINDOW": True, "OMEGA": case.omega is not None}
-    constants |= {"OVERLAP": target in OVERLAPS}
     tiling, _ = kernels.backward_tiling(constants["D"], constants["SPLIT"], SMS[target], MAJOR[target])
     return compiled(backward_room._backward_signal, signature, constants, tiling, target)
 
@@ -83,7 +81,7 @@ def projection(case: Case, target: str) -> Built:
     signature, constants = without("weight bias", *arguments(case, target))
     signature |= {"dout": TYPES[case.weight.dtype], "partial": "*fp32"}
     signature |= dict.fromkeys(("tiles", "columns"), "i64")
-    constants |= {"BIAS": case.bias is not None, "OVERLAP": target in OVERLAPS}
+    constants |= {"BIAS": case.bias is not None}
     _, tiling = kernels.backward_tiling(constants["D"], constants["SPLIT"], SMS[target], MAJOR[target])
     return compiled(backward_room._backward_weight, signature, constants, tiling, target)
 
@@ -122,7 +120,6 @@ def test_sum_of_partials(target: str) -> None:
     signature |= dict.fromkeys(("dtable", "dwindow", "domega"), "*fp32")
     signature |= dict.fromkeys(("columns", "split", "a", "b", "c", "d"), "i64")
     signature |= dict.fromkeys(("above", "below"), "i32")
-    constants = {"ROWS": kernels.ROWS, "COLUMNS": kernels.COLUMNS, "OVERLAP": target in OVERLAPS}
+    constants = {"ROWS": kernels.ROWS, "COLUMNS": kernels.COLUMNS}
     built = build(backward_room._sum_partials, signature, constants, target, num_warps=kernels.SUM_WARPS)
     assert built.spills == 0
-    assert ("griddepcontrol.wait" in built.assembly) == (target in OVERLAPS)

@@ -130,8 +130,6 @@ def run_backward(
     sms, major = _device_facts(ids.get_device())
     meta = _constants(table, window, omega, features, weight, tensor_cores=major >= 8)
     D = meta["D"]
-    meta["OVERLAP"] = overlap = major >= 9 and torch.version.cuda is not None
-    after: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     signal, projection = kernels.backward_tiling(D, meta["SPLIT"], sms, major)
     by_weight = dweight is not None or dbias is not None
     # Where each gradient's columns begin.
@@ -162,11 +160,11 @@ def run_backward(
             tiles[1], T, ids.stride(0), columns, **meta,
             BT=projection.positions, BD=projection.channels,
             SPAN=kernels.span(projection.positions, meta["W"]), BIAS=dbias is not None,
-            num_warps=projection.warps, num_stages=kernels.STAGES, **(after if columns > b else {}),
+            num_warps=projection.warps, num_stages=kernels.STAGES,
         )  # fmt: skip
     _sum_partials(
         (-(-columns // kernels.COLUMNS), 1, 1), partial, dweight, dbias, dtable, dwindow, domega,
         columns, b, above, below, a, b, c, d,
-        ROWS=kernels.ROWS, COLUMNS=kernels.COLUMNS, OVERLAP=overlap, num_warps=kernels.SUM_WARPS, **after,
+        ROWS=kernels.ROWS, COLUMNS=kernels.COLUMNS, num_warps=kernels.SUM_WARPS,
     )  # fmt: skip
     return found  # type: ignore[return-value]

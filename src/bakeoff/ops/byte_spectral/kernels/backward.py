@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from bakeoff.ops.byte_spectral.kernels.spectrum import (
     _add,
@@ -103,15 +102,12 @@ def _backward_signal(
     C: tl.constexpr, W: tl.constexpr, K: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BW: tl.constexpr, BJ: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr,
     SPAN: tl.constexpr, FEATURES: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
-    TABLE: tl.constexpr, WINDOW: tl.constexpr, OMEGA: tl.constexpr, OVERLAP: tl.constexpr,
+    TABLE: tl.constexpr, WINDOW: tl.constexpr, OMEGA: tl.constexpr,
 ):  # fmt: skip
     """Partial gradients of table, window and omega, as the flags ask, of tiles pid, pid + programs, ...
 
     Row pid of `partial`, from column `first` on: [256, C] of the table, [W] of the window, [K] of omega.
-    With OVERLAP the next kernel begins where programs of this one have ended.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
     phases = _phases(omega, W, K, BW, BJ)
     scale = _window(window, W, BW)
     partial += tl.program_id(0).to(tl.int64) * columns + first
@@ -157,16 +153,12 @@ def _backward_weight(
     C: tl.constexpr, W: tl.constexpr, K: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BW: tl.constexpr, BJ: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr,
     SPAN: tl.constexpr, FEATURES: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Partial gradients of weight and bias, of tiles pid, pid + programs, ... (axis 0), for BD channels
     (axis 1) and one column of the table (axis 2) a program.
 
-    Row pid of `partial`: [C * F, D] of the weight, then [D] of the bias. With OVERLAP this kernel runs beside
-    the one before, of which it needs nothing, and ends after it: who waits for this one waits for both.
+    Row pid of `partial`: [C * F, D] of the weight, then [D] of the bias.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
     c = tl.program_id(2)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     f = tl.arange(0, BF)
@@ -190,8 +182,6 @@ def _backward_weight(
     tl.store(at, total, mask=(f < F)[:, None] & (d < D)[None, :])
     if BIAS:
         tl.store(partial + C * F * D + d, dbias, mask=(d < D) & (c == 0))
-    if OVERLAP:
-        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["columns", "split", "above", "below", "a", "b", "c", "d"])
@@ -199,15 +189,13 @@ def _sum_partials(
     partial, dweight, dbias, dtable, dwindow, domega,
     columns: tl.int64, split: tl.int64, above: tl.int32, below: tl.int32,
     a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums over the rows of `partial`, always in the same order; a block of columns a program.
 
     Columns before `split` have `above` rows, the others `below`; a, b, c, d are where the bias's, the
     table's, the window's and omega's columns begin.
     """
-    if OVERLAP:
-        gdc_wait()
     at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     rows = tl.where(at < split, above, below)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
