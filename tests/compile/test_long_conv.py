@@ -78,7 +78,7 @@ def test_direct_along_time_stays_in_registers(taps, gates, target):
             for dtype in (torch.bfloat16, torch.float32):
                 given = direct_major.options(kernel, how, 32, wide, taps, gates, dtype)
                 built = build_cuda(ROOT / direct_major.SOURCE, given, target)[kernel]
-                assert built.spills <= 128
+                assert built.spills <= (192 if taps == MOST_TAPS_MAJOR else 128)
                 stores = set(re.findall(r"st\.global\.(\S+)", built.assembly)) - {"f32", "u32"}
                 assert not wide or stores == {"v4.u32"}
 

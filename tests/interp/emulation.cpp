@@ -62,12 +62,12 @@ static unsigned __reduce_max_sync(unsigned, unsigned x) {  // all threads of a b
     __syncthreads();
     return *most;
 }
-static float block_given[1024];
-static float __shfl_xor_sync(unsigned, float x, int other) {  // all threads of a block come here together
+static double block_given[1024];
+template <class X> static X __shfl_xor_sync(unsigned, X x, int other) {  // all threads of a block come here together
     __syncthreads();
     block_given[threadIdx.x] = x;
     __syncthreads();
-    return block_given[threadIdx.x ^ other];
+    return X(block_given[threadIdx.x ^ other]);
 }
 
 #define __device__

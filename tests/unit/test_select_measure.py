@@ -72,6 +72,14 @@ def test_a_hiccup_at_the_start_does_not_shorten_samples() -> None:
     assert len(calls) - before == 20
 
 
+def test_what_takes_long_is_not_called_often_before_it_is_timed() -> None:
+    clock, calls = Clock(), []
+    sample = HostTimer("cpu", clock).sampler([lambda: calls.append(clock.taking(1.0))])
+    assert len(calls) == 3
+    assert sample() == pytest.approx(1.0)
+    assert len(calls) == 4
+
+
 def test_the_host_timer_rotates_inputs() -> None:
     clock = Clock()
     seen: list[int] = []

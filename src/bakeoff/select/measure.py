@@ -24,6 +24,7 @@ Sampler = Callable[[], float]
 Clock = Callable[[], float]
 
 _SETS_S = 2.0  # of the host for making input sets
+_SLOW_S = 0.1  # a call that takes longer is not repeated to find out how long it takes
 _ENOUGH = 0.004  # stop when every median is known to this relative half width
 _MIN_ROUNDS, _MAX_ROUNDS = 7, 400
 MARGIN = 0.03  # a challenger must beat the incumbent by more than this
@@ -77,8 +78,10 @@ class HostTimer:
             return (self.clock() - start) / calls
 
         run(2)  # first calls compile and allocate
-        # The least of three, because after a hiccup a sample would be so short that draining fills it.
-        each = max(min(run(2) for _ in range(3)), 1e-9)
+        each = run(1)
+        if each < _SLOW_S:
+            # The least of three: after a hiccup a sample would be so short that draining fills it.
+            each = max(min(run(2) for _ in range(3)), 1e-9)
         calls = max(1, min(1000, round(self.sample_s / each)))
         return lambda: run(calls)
 
@@ -95,10 +98,12 @@ class GraphTimer:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for call in list(work[:2]) * 2:
+                for done, call in enumerate(list(work[:2]) * 2):
                     start_s = time.perf_counter()
                     call()
                     issue_s = time.perf_counter() - start_s
+                    if done and issue_s > _SLOW_S:
+                        break
             torch.cuda.current_stream().wait_stream(side)
             work = work[: max(1, int(self.capture_s / max(issue_s, 1e-9)))]
             graph = torch.cuda.CUDAGraph()

@@ -102,7 +102,7 @@ class DirectMajor:
         dh = dskip = None
         if sums is not None:
             dh = sums.to(given.h.dtype)
-            dskip = None if given.skip is None else sums[:, 0].to(given.skip.dtype, copy=True)
+            dskip = None if given.skip is None else sums[:, 0].to(given.skip.dtype)
         return Gradients(du, dh, dskip, dgate_in, dgate_out)
 
 
@@ -113,7 +113,7 @@ def _run(
     written: Sequence[Tensor | None],
     tunes: bool = False,
 ) -> Tensor | None:
-    """Fills the rooms in `written`. If it `tunes`, h's gradient [C, taps]."""
+    """Fills the rooms in `written`. If it `tunes`, h's gradient [C, taps] in float64."""
     u, h = given.u, given.h.float()
     skip = None if given.skip is None else given.skip.float().contiguous()
     read = [None if x is None else _readable(x) for x in read]
@@ -127,7 +127,7 @@ def _run(
         *read, h, skip, *written, *([partial] if kernel == "differentiate" else []),
         *how.numbers, *h.stride(), *_steps(*read, room),
     )  # fmt: skip
-    return None if partial is None else partial.sum(0)
+    return None if partial is None else partial.sum(0, dtype=torch.float64)
 
 
 class _Launch(NamedTuple):

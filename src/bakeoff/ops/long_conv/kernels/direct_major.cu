@@ -151,7 +151,8 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
     Channel x = Channel::of(u, walk.c, u_b, u_c), in = Channel::of(gate_in, walk.c, in_b, in_c);
     Channel y = Channel::of(kept, walk.c, kept_b, kept_c), to = Channel::of(du, walk.c, du_b, du_c);
     Channel to_in = Channel::of(dgate_in, walk.c, du_b, du_c), to_gate = Channel::of(dgate_out, walk.c, du_b, du_c);
-    float taps[TAPS], sums[TAPS] = {};
+    float taps[TAPS];
+    double sums[TAPS] = {};  // of sums over vectors: positions that are loud drown nothing but their neighbours
     read_taps(taps, h, skip, walk.c, h_c, h_l, T);
     bool works = walk.piece < walk.last;
 
@@ -173,11 +174,14 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
             float window[(BESIDE + 1) * V], v[V], dv[V] = {}, result[V];  // window: of dy = dout gate_out
             UNROLL for (int n = 0; n <= BESIDE; n++) multiply(window + n * V, next[k][n], next_gate[k][n], GATES & 2);
             multiply(v, next_x[k], next_in[k], GATES & 1);
-            UNROLL for (int j = 0; j < TAPS; j++)
+            UNROLL for (int j = 0; j < TAPS; j++) {
+                float sum = 0;
                 UNROLL for (int i = 0; i < V; i++) {
                     dv[i] += taps[j] * window[i + j];
-                    sums[j] += v[i] * window[i + j];
+                    sum += v[i] * window[i + j];
                 }
+                sums[j] += sum;
+            }
             UNROLL for (int i = 0; i < V; i++) result[i] = GATES & 1 ? dv[i] * widened(next_in[k].at[i]) : dv[i];
             to.write(here[k], result);
             if (GATES & 1) {
@@ -195,7 +199,7 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
         UNROLL for (int far = LANES / 2; far; far /= 2) sums[j] += __shfl_xor_sync(~0u, sums[j], far);
     if (works && threadIdx.x % LANES == 0) {
         float *mine = partial + (blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES) * (long long)TAPS;
-        UNROLL for (int j = 0; j < TAPS; j++) mine[j] = sums[j];
+        UNROLL for (int j = 0; j < TAPS; j++) mine[j] = (float)sums[j];
     }
 }
 #endif
