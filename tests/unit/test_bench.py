@@ -178,6 +178,30 @@ def test_every_cell_is_on_disk_at_once(worker: type[FakeWorker], rms_norm: Op, t
     assert len({results.cell_of(row) for row in file.rows}) * 6 == len(file.rows)
 
 
+def test_code_is_compiled_ahead_for_every_cell_once(
+    worker: type[FakeWorker], rms_norm: Op, tmp_path: Path
+) -> None:
+    heard: list[str] = []
+    contests.run_ops([rms_norm], "cpu", tmp_path / "ops.json", jobs=3, announce=heard.append)
+    count = len(list(cells(rms_norm, "cpu")))
+    ahead, after = worker.held[:count], worker.held[count:]
+    assert sorted(ahead) == sorted(name.replace(" eager", " ahead") for name in after)
+    assert f"compiled for {count} of {count} cells" in heard
+    worker.held.clear()
+    contests.run_ops([rms_norm], "cpu", tmp_path / "ops.json", jobs=3, resume=True)
+    assert not worker.held
+
+
+def test_what_fails_ahead_is_left_to_the_contest(
+    worker: type[FakeWorker], rms_norm: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ContestError("no memory beside the others")
+
+    monkeypatch.setattr(worker, "contest", fails)
+    contests.compile_ahead(list(cells(rms_norm, "cpu")), 2, lambda text: None)
+
+
 def test_resume_measures_changed_sources_again(
     worker: type[FakeWorker], rms_norm: Op, tmp_path: Path
 ) -> None:

@@ -285,3 +285,10 @@ def test_a_reason_is_more_than_its_heading() -> None:
     (verdict,) = contest(zoo.op(Candidate("fails", fails)), zoo.case(), budget_s=0.01)
     reason = verdict.trials[1].rejected
     assert reason == "RuntimeError: backend='inductor' raised: CppCompileError: no linker"
+
+
+def test_without_regimes_a_contest_verifies_and_measures_nothing() -> None:
+    heard: list[str] = []
+    assert contest(zoo.op(Candidate("good", zoo.eager)), zoo.case(), (), announce=heard.append) == []
+    assert "good: compile and verify" in heard
+    assert not [stage for stage in heard if "measure" in stage]

@@ -17,7 +17,7 @@ import torch
 
 from bakeoff import hardware
 from bakeoff.bench import results, starts
-from bakeoff.bench.contests import known
+from bakeoff.bench.contests import compile_ahead, known
 from bakeoff.bench.results import Env, File, Row, keep, open_file
 from bakeoff.bench.suites import Cell, cells, shrunk
 from bakeoff.errors import ContestError
@@ -57,6 +57,7 @@ def run_selection(
     text: str = "",
     budget_s: float = 2.0,
     resume: bool = False,
+    jobs: int = 0,
     tuning: bool = True,
     hear: Hear = lambda rows, reason: None,
     announce: Callable[[str], None] = lambda stage: None,
@@ -65,7 +66,8 @@ def run_selection(
     takes to tune the small LLM-Med from nothing and to start with its table; write each to `out` at once.
 
     The decision on a case that is its bucket's representative is read from ops.json beside `out`, where suite
-    "ops" has left it; for the others a contest is held. With `resume`, what `out` holds already is left out.
+    "ops" has left it; for the others a contest is held. With `resume`, what `out` holds already is left out;
+    `jobs` processes compile for all cells first.
 
     Raises:
         ResultsError: a file can't be read or written, or belongs to another machine or other versions.
@@ -73,11 +75,16 @@ def run_selection(
     env = results.environment(device)
     file = open_file(out, env)
     contests = open_file(out.with_name("ops.json"), env)
+    wanted = {op.name: list(cells(op, device, text)) for op in ops}
+    if resume:
+        wanted = {
+            name: [cell for cell in each if not known(file, cell, regimes_of(cell.case))]
+            for name, each in wanted.items()
+        }
+    compile_ahead([cell for each in wanted.values() for cell in each], jobs, announce)
     with Worker(announce=announce) as worker:
         for op in ops:
-            for cell in cells(op, device, text):
-                if resume and known(file, cell, regimes_of(cell.case)):
-                    continue
+            for cell in wanted[op.name]:
                 announce(f"{op.name} {cell.case.name}, {cell.direction}")
                 rows, reason = _settled(cell, contests, worker, budget_s)
                 file = _stored(out, env, rows)

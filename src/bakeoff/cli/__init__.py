@@ -218,6 +218,9 @@ def tune(
               help="Seconds measured per contest; verification comes on top. [default: 2; in --suite step "
                    "60, for all contests of a mode]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Leave out what the results file holds with today's sources.")
+@click.option("--jobs", type=click.IntRange(0), default=0, show_default=True,
+              help="Processes that compile for all cases before the first is measured: many cores are done "
+                   "much sooner. Each takes memory on the device.")  # fmt: skip
 def bench(
     ops: tuple[str, ...],
     suite: str,
@@ -227,6 +230,7 @@ def bench(
     text: str,
     budget: float | None,
     resume: bool,
+    jobs: int,
 ) -> None:
     """Measure ops over their grids, with installed peers, or whole training steps.
 
@@ -240,10 +244,11 @@ def bench(
       bakeoff bench rms_norm --filter 8192x4096 --budget 5
       bakeoff bench --suite selection --out results/h100/selection.json
       bakeoff bench --suite step --resume
+      bakeoff bench --jobs 8
     """
     from bakeoff.cli import benching
 
-    benching.run(ops, suite, regimes, device, out, text, budget, resume)
+    benching.run(ops, suite, regimes, device, out, text, budget, resume, jobs)
 
 
 @main.command("compare")

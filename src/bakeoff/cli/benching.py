@@ -28,12 +28,15 @@ def run(
     text: str,
     budget: float | None,
     resume: bool,
+    jobs: int,
 ) -> None:
     """Run a suite and say where its results are."""
     device = device_named(device)
     if suite == "step":
-        if names or text or regimes:
-            raise ResultsError("--suite step measures whole steps: leave OP, --filter and --regimes out")
+        if names or text or regimes or jobs:
+            raise ResultsError(
+                "--suite step measures whole steps: leave OP, --filter, --regimes and --jobs out"
+            )
         _run_step(device, out, 60.0 if budget is None else budget, resume)
         return
     budget = 2.0 if budget is None else budget
@@ -60,6 +63,7 @@ def run(
                 text=text,
                 budget_s=budget,
                 resume=resume,
+                jobs=jobs,
                 hear=_printing(printer, device),
                 announce=status.update,
             )
@@ -71,6 +75,7 @@ def run(
                 text=text,
                 budget_s=budget,
                 resume=resume,
+                jobs=jobs,
                 hear=_lining(printer),
                 announce=status.update,
             )

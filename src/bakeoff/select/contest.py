@@ -57,8 +57,9 @@ def contest(
     for_the_record: bool = False,
     announce: Announce = lambda stage: None,
 ) -> list[Verdict]:
-    """Hold a contest at the case's representative and return one verdict per regime; candidates are verified
-    at the case as it is, too.
+    """Hold a contest at the case's representative and return one verdict per regime (default: those of the
+    device; none: candidates are only verified, which compiles them); candidates are verified at the case as
+    it is, too.
 
     `budget_s` bounds the time spent measuring (verification comes on top); `skip` names candidates already
     known to be out, with the reason; `for_the_record`, candidates that are out for their error alone are
@@ -67,10 +68,12 @@ def contest(
     """
     op.check(case)
     called, case = case, op.bucket(case)
-    regimes = tuple(regimes or regimes_of(case))
+    regimes = regimes_of(case) if regimes is None else tuple(regimes)
     timers = timers or timers_for(case)
     try:
         stick, passed, rejected, inaccurate = _qualify(op, case, called, dict(skip or {}), announce)
+        if not regimes:
+            return []
         timed = {*passed, *(inaccurate if for_the_record else ())}
         _release(case)
         sets = input_sets(op, case, 3 * hardware.l2_bytes(case.device))
