@@ -35,15 +35,16 @@ class Tiling(NamedTuple):
 
 
 def tiling(kernel: str, taps: int, gates: int, wide: bool) -> Tiling:
-    """How `kernel` is cut for so many taps, with or without gates, with wide loads or single ones: not swept
-    yet, but what fits into registers and keeps some 32 KiB on their way to a multiprocessor."""
+    """How `kernel` is cut for so many taps, with or without gates, with wide loads or single ones: with 4 taps
+    by sweeps on an H100 (results/h100/direct-along-time.csv), with more what fits into registers and keeps
+    some 32 KiB on their way to a multiprocessor."""
     vectors = 2 if wide and taps <= 8 else 1
     if kernel == "convolve":
         if taps <= 16:
             return Tiling(vectors, 128, 8 if taps <= (4 if gates else 8) else 5, 4)
         return Tiling(vectors, 64, 8, 16)
     if taps <= 8:
-        return Tiling(vectors, 128, 4 if gates else 8, 8)
+        return Tiling(vectors, 128, 4 if gates else 8 if taps <= 4 else 5, 8)
     return Tiling(vectors, 128 if taps <= 16 else 64, 3 if gates else 4, 8 if taps <= 16 else 16)
 
 
