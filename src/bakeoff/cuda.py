@@ -55,6 +55,9 @@ class Module:
         from torch.cuda import _utils
 
         path = Path(__file__).parent / source
+        index: int | None = device.index  # "cuda" has none
+        if index is None:
+            device = torch.device(device.type, torch.cuda.current_device())
         with torch.cuda.device(device):
             binary, _ = _utils._nvrtc_compile(
                 path.read_text(),

@@ -202,6 +202,17 @@ def test_what_fails_ahead_is_left_to_the_contest(
     contests.compile_ahead(list(cells(rms_norm, "cpu")), 2, lambda text: None)
 
 
+def test_what_keeps_code_from_being_compiled_ahead_is_said(
+    worker: type[FakeWorker], rms_norm: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(worker, "contest", fails)
+    with pytest.raises(OSError, match="no more processes"):
+        contests.compile_ahead(list(cells(rms_norm, "cpu")), 2, lambda text: None)
+
+
 def test_resume_measures_changed_sources_again(
     worker: type[FakeWorker], rms_norm: Op, tmp_path: Path
 ) -> None:

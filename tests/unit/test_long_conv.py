@@ -185,13 +185,14 @@ def test_torch_compile_leaves_the_length_open(causal: bool) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("first", [1, 20])
-def test_torch_jit_trace_leaves_the_length_open(causal: bool, first: int) -> None:
+@pytest.mark.parametrize("taps", [4, 20])
+def test_torch_jit_trace_leaves_the_length_open(causal: bool, first: int, taps: int) -> None:
     def call(*args: Tensor) -> Tensor:
         return long_conv(*args[:2], **dict(zip(NAMES[2:], args[2:], strict=True)), causal=causal)
 
-    traced = torch.jit.trace(call, tuple(drawn(1, first, 2, 20)))
-    for T in (1, 9, 33, 300):
-        args = drawn(1, T, 2, 20)
+    traced = torch.jit.trace(call, tuple(drawn(1, first, 2, taps)))
+    for T in (1, 2, 9, 33, 300):
+        args = drawn(1, T, 2, taps)
         torch.testing.assert_close(traced(*args), by_term(*args, causal), rtol=1e-11, atol=1e-11)
 
 

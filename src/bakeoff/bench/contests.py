@@ -1,6 +1,7 @@
 """Suite "ops": a contest for every cell of the ops' grids, all candidates and installed peers in one run."""
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -50,11 +51,15 @@ def run_ops(
     wanted = [
         (cell, tuple(regimes or regimes_of(cell.case))) for op in ops for cell in cells(op, device, text)
     ]
-    if resume:
-        wanted = [(cell, each) for cell, each in wanted if not known(file, cell, each)]
-    compile_ahead([cell for cell, _ in wanted], jobs, announce)
+
+    def there(cell: Cell, each: tuple[str, ...]) -> bool:
+        return resume and bool(known(file, cell, each))
+
+    compile_ahead([cell for cell, each in wanted if not there(cell, each)], jobs, announce)
     with Worker(announce=announce) as worker:
         for cell, each in wanted:
+            if there(cell, each):
+                continue
             reason, verdicts = "", list[Verdict]()
             try:
                 verdicts = worker.contest(cell.op, cell.case, each, budget_s, for_the_record=True)
@@ -70,24 +75,29 @@ def run_ops(
 def compile_ahead(cells: Sequence[Cell], jobs: int, announce: Callable[[str], None]) -> None:
     """Verify the candidates of `cells` in `jobs` processes, which leaves their compiled code in the caches on
     disk of Triton, Inductor and others: a contest then spends its time on measuring."""
-    waiting = list(reversed(cells))
-    done = 0
+    waiting, done = iter(cells), itertools.count(1)
+    errors: list[Exception] = []
 
     def work() -> None:
-        nonlocal done
-        with Worker() as worker:
-            while waiting:
-                with contextlib.suppress(IndexError, ContestError):  # what is wrong, the contest will find
-                    cell = waiting.pop()
-                    worker.contest(cell.op, cell.case, (), 0.0)
-                done += 1
-                announce(f"compiled for {done} of {len(cells)} cells")
+        try:
+            with Worker() as worker:
+                for cell in waiting:
+                    with contextlib.suppress(ContestError):  # which the contest itself will meet and say
+                        worker.contest(cell.op, cell.case, (), 0.0)
+                    announce(f"compiled for {next(done)} of {len(cells)} cells")
+        except Exception as error:  # noqa: BLE001  raised below
+            errors.append(error)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(jobs, len(cells)))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    finally:
+        list(waiting)  # interrupted, no thread begins another
+    if errors:
+        raise errors[0]
 
 
 def known(file: File, cell: Cell, regimes: Sequence[str]) -> list[Row]:

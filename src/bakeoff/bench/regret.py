@@ -75,16 +75,17 @@ def run_selection(
     env = results.environment(device)
     file = open_file(out, env)
     contests = open_file(out.with_name("ops.json"), env)
-    wanted = {op.name: list(cells(op, device, text)) for op in ops}
-    if resume:
-        wanted = {
-            name: [cell for cell in each if not known(file, cell, regimes_of(cell.case))]
-            for name, each in wanted.items()
-        }
-    compile_ahead([cell for each in wanted.values() for cell in each], jobs, announce)
+
+    def there(cell: Cell) -> bool:
+        return resume and bool(known(file, cell, regimes_of(cell.case)))
+
+    ahead = [cell for op in ops for cell in cells(op, device, text) if not there(cell)]
+    compile_ahead(ahead, jobs, announce)
     with Worker(announce=announce) as worker:
         for op in ops:
-            for cell in wanted[op.name]:
+            for cell in cells(op, device, text):
+                if there(cell):
+                    continue
                 announce(f"{op.name} {cell.case.name}, {cell.direction}")
                 rows, reason = _settled(cell, contests, worker, budget_s)
                 file = _stored(out, env, rows)

@@ -78,7 +78,7 @@ def contest(
         _release(case)
         sets = input_sets(op, case, 3 * hardware.l2_bytes(case.device))
     except torch.cuda.OutOfMemoryError as error:
-        name = key(op, case, regimes[0])
+        name = key(op, case, (*regimes, *regimes_of(case))[0])
         raise ContestError(f"not enough GPU memory to hold a contest for {name}") from error
     before = hardware.pulse(case.device)
     measured = {}
@@ -113,8 +113,7 @@ def _qualify(
     for stick in yardsticks(op, case, called):
         for candidate in op.candidates:
             name = candidate.name
-            # torch.compile makes code for each shape, and brings gradients into the layout it expects.
-            if name in rejected or (stick.ragged and name == "compiled"):
+            if name in rejected:
                 continue
             announce(name if name in passed else f"{name}: compile and verify")
             try:

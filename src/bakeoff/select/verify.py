@@ -7,7 +7,7 @@ is a long sum, that of a float32 sum in another order.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -79,8 +79,6 @@ class Yardstick:
     evenness: dict[str, float]
     aliases: set[int]
     """Outputs that share memory with an argument in plain PyTorch too."""
-    ragged: bool = False
-    """Nobody called this, one item fewer: it says nothing of code that is made for each shape alone."""
 
 
 def yardsticks(op: Op, case: Case, called: Case | None = None, seed: int = 0) -> Iterator[Yardstick]:
@@ -90,14 +88,12 @@ def yardsticks(op: Op, case: Case, called: Case | None = None, seed: int = 0) ->
     for offset, kind in enumerate(DRAWS):
         where = f"{kind} inputs, seed {seed + offset}"
         yield _yardstick(op, case, seed + offset, (kind, kind), where)
-    ragged = called is None or called.args == case.args
-    other = _one_item_fewer(op, case) if ragged else called
+    other = called if called is not None and called.args != case.args else _one_item_fewer(op, case)
     if other is not None:
         seed += len(DRAWS)
         shapes = ", ".join(f"{name} {list(meta.shape)}" for name, meta in other.tensors.items())
         kinds = ("normal", "adversarial")  # an even seed: the gradient it is given is transposed
-        stick = _yardstick(op, other, seed, kinds, f"normal inputs, seed {seed}, {shapes}")
-        yield replace(stick, ragged=ragged)
+        yield _yardstick(op, other, seed, kinds, f"normal inputs, seed {seed}, {shapes}")
 
 
 def _one_item_fewer(op: Op, case: Case) -> Case | None:

@@ -11,7 +11,7 @@ from bakeoff import cuda
 from bakeoff.ops.long_conv.rows import room_like
 from bakeoff.ops.long_conv.run import Arguments, Gradients
 
-__all__ = ["KERNELS", "SOURCE", "Direct", "Tiling", "options", "tiling"]
+__all__ = ["KERNELS", "SOURCE", "Direct", "Tiling", "filters", "options", "tiling"]
 
 SOURCE = "ops/long_conv/kernels/direct.cu"
 KERNELS = ("convolve", "differentiate")
@@ -55,7 +55,7 @@ class Direct:
         out = room_like(given.u)
         y = room_like(given.u) if keep else None
         read = [_readable(x) for x in (given.u, given.gate_in, given.gate_out)]
-        h, skip = _filters(given)
+        h, skip = filters(given)
         how = _launch("convolve", *_signature(given))
         how.module.launch(
             "convolve", how.blocks, how.threads, 0,
@@ -67,7 +67,7 @@ class Direct:
         """The gradients that are `wanted`, in the arguments' order."""
         rooms = [room_like(given.u) if wanted[i] else None for i in (0, 3, 4)]
         read = [_readable(x) for x in (dout, given.u, given.gate_in, given.gate_out, y)]
-        h, skip = _filters(given)
+        h, skip = filters(given)
         how = _launch("differentiate", *_signature(given))
         tunes = wanted[1] or wanted[2]
         # Its sum is h's gradient.
@@ -143,7 +143,7 @@ def _signature(given: Arguments) -> tuple[int, int, int, int, int, torch.dtype, 
     return B, T, C, given.h.shape[1], gates, u.dtype, u.device
 
 
-def _filters(given: Arguments) -> tuple[Tensor, Tensor | None]:
+def filters(given: Arguments) -> tuple[Tensor, Tensor | None]:
     """The filter and the skip, in float32."""
     return given.h.float(), None if given.skip is None else given.skip.float().contiguous()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bakeoff import cuda
-from bakeoff.ops.long_conv.direct import Direct
+from bakeoff.ops.long_conv.direct import Direct, filters
 from bakeoff.ops.long_conv.rows import channels_last, room_like
 from bakeoff.ops.long_conv.run import Arguments, Gradients, Method
 
@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
 
 
 def tiling(kernel: str, taps: int, gates: int, wide: bool) -> Tiling:
-    """How `kernel` is cut for so many taps, with or without gates, with wide loads or single ones: with 4 taps
+    """How `kernel` is cut for so many taps, with or without gates, with wide loads or single ones: for 4 taps
     by sweeps on an H100 (results/h100/direct-along-time.csv), with more what fits into registers and keeps
     some 32 KiB on their way to a multiprocessor."""
     vectors = 2 if wide and taps <= 8 else 1
@@ -115,8 +115,7 @@ def _run(
     tunes: bool = False,
 ) -> Tensor | None:
     """Fills the rooms in `written`. If it `tunes`, h's gradient [C, taps] in float64."""
-    u, h = given.u, given.h.float()
-    skip = None if given.skip is None else given.skip.float().contiguous()
+    u, (h, skip) = given.u, filters(given)
     read = [None if x is None else _readable(x) for x in read]
     wide = u.shape[1] * u.itemsize % _VECTOR == 0 and all(x is None or _aligned(x) for x in (*read, *written))
     gates = (given.gate_in is not None) + 2 * (given.gate_out is not None)

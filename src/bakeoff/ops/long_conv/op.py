@@ -164,10 +164,11 @@ def _kernels(case: Case) -> str | None:
 
 def _direct(case: Case) -> str | None:
     """Why one product after another can't take these arguments."""
-    (B, T, C), taps, last = case.u.shape, case.h.shape[1], case.u.stride[2] == 1
+    (B, T, C), (_, to_t, to_c), taps = case.u.shape, case.u.stride, case.h.shape[1]
+    last = to_c == 1 and (to_t != 1 or C > 1)
     if taps > MOST_TAPS:
         return f"for filters of at most {MOST_TAPS} taps, not {taps}"
-    if 1 not in case.u.stride[1:]:
+    if 1 not in (to_t, to_c):
         return "for channels or positions side by side in memory"
     if not last and taps > MOST_TAPS_MAJOR:
         return f"for filters of at most {MOST_TAPS_MAJOR} taps where positions lie side by side, not {taps}"

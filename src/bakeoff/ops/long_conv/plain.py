@@ -34,8 +34,7 @@ def eager(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) 
 
 def _by_taps(v: torch.Tensor, h: torch.Tensor, causal: bool) -> torch.Tensor:
     del causal
-    h = h[:, : v.shape[1]]
-    T, L = v.shape[1], h.shape[1]
+    T, L = v.shape[1], int(h.shape[1])  # a number in torch.jit.trace, too
     padded = F.pad(v, (0, 0, L - 1, 0))
     y = h[:, 0] * v
     for lag in range(1, L):
