@@ -24,7 +24,8 @@ def eager(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) 
     wide = widest(u, h, skip)
     v = u if gate_in is None else (u * gate_in).to(u.dtype)
     v = v.to(wide)  # once, so that gradients by both ways are added before they are rounded
-    convolve = _by_taps if causal and h.shape[1] <= _FEW else _by_fft
+    traced = torch._C._get_tracing_state() is not None  # how many taps count must stay open then
+    convolve = _by_taps if causal and h.shape[1] <= _FEW and not traced else _by_fft
     y = convolve(v, h.to(wide), causal)
     if skip is not None:
         y = torch.addcmul(y, v, skip.to(wide))
@@ -34,7 +35,8 @@ def eager(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) 
 
 def _by_taps(v: torch.Tensor, h: torch.Tensor, causal: bool) -> torch.Tensor:
     del causal
-    T, L = v.shape[1], int(h.shape[1])  # a number in torch.jit.trace, too
+    h = h[:, : v.shape[1]]
+    T, L = v.shape[1], h.shape[1]
     padded = F.pad(v, (0, 0, L - 1, 0))
     y = h[:, 0] * v
     for lag in range(1, L):
