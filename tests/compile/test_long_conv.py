@@ -72,7 +72,7 @@ def test_direct_stays_in_registers(taps, gates, target):
 @pytest.mark.parametrize("taps", [1, 4, 8, 16, MOST_TAPS_MAJOR])
 def test_direct_along_time_stays_in_registers(taps, gates, target):
     """But for a few bytes of local memory a thread."""
-    for kernel in direct_major.KERNELS:
+    for kernel in direct.KERNELS:
         for wide in (False, True):
             how = direct_major.tiling(kernel, taps, gates, wide)
             for dtype in (torch.bfloat16, torch.float32):
@@ -85,7 +85,7 @@ def test_direct_along_time_stays_in_registers(taps, gates, target):
 
 @pytest.mark.parametrize("lanes", [1, 8])
 def test_direct_on_short_sequences(lanes):
-    for kernel in direct_major.KERNELS:
+    for kernel in direct.KERNELS:
         how = direct_major.tiling(kernel, 4, 3, True)
         given = direct_major.options(kernel, how, lanes, True, 4, 3, torch.float16)
         assert build_cuda(ROOT / direct_major.SOURCE, given, "sm_90")[kernel].spills <= 32

@@ -11,11 +11,11 @@ from bakeoff import cuda
 from bakeoff.ops.long_conv.rows import room_like
 from bakeoff.ops.long_conv.run import Arguments, Gradients
 
-__all__ = ["KERNELS", "SOURCE", "Direct", "Tiling", "filters", "options", "tiling"]
+__all__ = ["DATA", "KERNELS", "SOURCE", "Direct", "Launch", "Tiling", "filters", "options", "tiling"]
 
 SOURCE = "ops/long_conv/kernels/direct.cu"
 KERNELS = ("convolve", "differentiate")
-_DATA = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DATA = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _EDGE = 0.5  # what reading a value at a piece's edge costs, in positions
 
 
@@ -42,7 +42,7 @@ def tiling(kernel: str, taps: int, gates: int) -> Tiling:
 
 def options(kernel: str, how: Tiling, taps: int, gates: int, dtype: torch.dtype) -> list[str]:
     """What `kernels/direct.cu` is compiled with."""
-    given = {"BACKWARD": KERNELS.index(kernel), "TAPS": taps, "GATES": gates, "DATA": _DATA[dtype]}
+    given = {"BACKWARD": KERNELS.index(kernel), "TAPS": taps, "GATES": gates, "DATA": DATA[dtype]}
     given |= {"STEPS": how.steps, "THREADS": how.threads, "BLOCKS": how.blocks}
     return [f"-D{name}={value}" for name, value in given.items()]
 
@@ -86,22 +86,22 @@ class Direct:
         return Gradients(du, dh, dskip, dgate_in, dgate_out)
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """Of one kernel, as far as it depends on metadata alone."""
 
     module: cuda.Module
     blocks: int
     threads: int
     programs: int
-    """Blocks with the same channels."""
+    """Blocks, or groups of threads, with the same channels."""
     numbers: tuple[int, ...]
-    """How channels and time are cut, as the kernel takes it."""
+    """How the work is cut, as the kernel takes it."""
 
 
 @lru_cache(maxsize=4096)
 def _launch(
     kernel: str, B: int, T: int, C: int, taps: int, gates: int, dtype: torch.dtype, device: torch.device
-) -> _Launch:
+) -> Launch:
     how = tiling(kernel, taps, gates)
     module = _module(kernel, how, taps, gates, dtype, device)
     room = how.blocks * cuda.limits(device).multiprocessors
@@ -110,11 +110,11 @@ def _launch(
     length = -(-T // (pieces * how.steps)) * how.steps
     units = B * pieces
     if kernel == "convolve":
-        return _Launch(module, columns * units, how.threads, units, (T, C, columns, pieces, length))
+        return Launch(module, columns * units, how.threads, units, (T, C, columns, pieces, length))
     share = -(-units * columns // room)
     programs = -(-units // share)
     numbers = (T, C, columns, units, share, pieces, length)
-    return _Launch(module, columns * programs, how.threads, programs, numbers)
+    return Launch(module, columns * programs, how.threads, programs, numbers)
 
 
 @lru_cache(maxsize=256)

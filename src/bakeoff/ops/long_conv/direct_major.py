@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from bakeoff import cuda
-from bakeoff.ops.long_conv.direct import Direct, filters
+from bakeoff.ops.long_conv.direct import DATA, KERNELS, Direct, Launch, filters
 from bakeoff.ops.long_conv.rows import channels_last, room_like
 from bakeoff.ops.long_conv.run import Arguments, Gradients, Method
 
-__all__ = ["KERNELS", "SOURCE", "DirectMajor", "EitherLayout", "Tiling", "lanes", "options", "tiling"]
+__all__ = ["SOURCE", "DirectMajor", "EitherLayout", "Tiling", "lanes", "options", "tiling"]
 
 SOURCE = "ops/long_conv/kernels/direct_major.cu"
-KERNELS = ("convolve", "differentiate")
-_DATA = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _VECTOR = 16  # bytes
 _WARP = 32
 _WAVES = 4  # of blocks at least, before a thread takes another piece: the last one may be nearly empty
@@ -58,7 +56,7 @@ def options(
     kernel: str, how: Tiling, lanes: int, wide: bool, taps: int, gates: int, dtype: torch.dtype
 ) -> list[str]:
     """What `kernels/direct_major.cu` is compiled with."""
-    given = {"BACKWARD": KERNELS.index(kernel), "TAPS": taps, "GATES": gates, "DATA": _DATA[dtype]}
+    given = {"BACKWARD": KERNELS.index(kernel), "TAPS": taps, "GATES": gates, "DATA": DATA[dtype]}
     given |= {"LANES": lanes, "WIDE": int(wide)}
     given |= {"VECTORS": how.vectors, "THREADS": how.threads, "BLOCKS": how.blocks}
     return [f"-D{name}={value}" for name, value in given.items()]
@@ -120,7 +118,7 @@ def _run(
     wide = u.shape[1] * u.itemsize % _VECTOR == 0 and all(x is None or _aligned(x) for x in (*read, *written))
     gates = (given.gate_in is not None) + 2 * (given.gate_out is not None)
     how = _launch(kernel, wide, *u.shape, h.shape[1], gates, u.dtype, u.device)
-    partial = h.new_empty((how.parts, *h.shape)) if tunes else None
+    partial = h.new_empty((how.programs, *h.shape)) if tunes else None
     room = next((x for x in written if x is not None), None)
     how.module.launch(
         kernel, how.blocks, how.threads, 0,
@@ -128,18 +126,6 @@ def _run(
         *how.numbers, *h.stride(), *_steps(*read, room),
     )  # fmt: skip
     return None if partial is None else partial.sum(0, dtype=torch.float64)
-
-
-class _Launch(NamedTuple):
-    """Of one kernel, as far as it depends on metadata alone."""
-
-    module: cuda.Module
-    blocks: int
-    threads: int
-    parts: int
-    """Groups of threads with the same channel."""
-    numbers: tuple[int, ...]
-    """How time is cut, as the kernel takes it."""
 
 
 @lru_cache(maxsize=4096)
@@ -153,7 +139,7 @@ def _launch(
     gates: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> _Launch:
+) -> Launch:
     how, group = tiling(kernel, taps, gates, wide), lanes(T, dtype)
     module = _module(kernel, how, group, wide, taps, gates, dtype, device)
     groups = how.threads // group
@@ -162,7 +148,7 @@ def _launch(
     share = max(1, min(how.share, B * pieces * C // (_WAVES * room)))
     parts = -(-B * pieces // share)
     numbers = (T, C, B * pieces, share, pieces)
-    return _Launch(module, -(-parts * C // groups), how.threads, parts, numbers)
+    return Launch(module, -(-parts * C // groups), how.threads, parts, numbers)
 
 
 @lru_cache(maxsize=256)
