@@ -13,8 +13,7 @@ from bakeoff.ops.byte_spectral.reference import EPS
 __all__ = ["Gradients", "out_like", "run_backward", "run_forward"]
 
 _forward = Launcher(forward._forward)
-_backward_signal = Launcher(backward._backward_signal)
-_backward_weight = Launcher(backward._backward_weight)
+_backward = Launcher(backward._backward)
 _sum_partials = Launcher(backward._sum_partials)
 
 Gradients = tuple[
@@ -115,7 +114,7 @@ def run_backward(
     bias: torch.Tensor | None,
     wanted: tuple[bool, bool, bool, bool, bool],
 ) -> Gradients:
-    """The gradients that are wanted: two kernels of partial sums, whatever belongs to them, and their sum."""
+    """The gradients that are wanted: partial sums and what they add up to."""
     arguments = (table, window, omega, weight, bias)
     dtable, dwindow, domega, dweight, dbias = found = tuple(
         torch.empty_like(argument, memory_format=torch.contiguous_format)
@@ -130,41 +129,29 @@ def run_backward(
     sms, major = _device_facts(ids.get_device())
     meta = _constants(table, window, omega, features, weight, tensor_cores=major >= 8)
     D = meta["D"]
-    signal, projection = kernels.backward_tiling(D, meta["SPLIT"], sms, major)
-    by_weight = dweight is not None or dbias is not None
+    tiling = kernels.backward_tiling(D, features, meta["SPLIT"], sms, major)
     # Where each gradient's columns begin.
-    a = weight.numel() if by_weight and weight is not None else 0
+    a = weight.numel() if weight is not None and dweight is not None else 0
     b = a + (D if dbias is not None else 0)
     c = b + (table.numel() if dtable is not None else 0)
     d = c + (meta["W"] if dwindow is not None else 0)
     columns = d + (meta["K"] if domega is not None else 0)
     if columns == 0:
         return found  # type: ignore[return-value]
-    tiles = B * -(-T // signal.positions), B * -(-T // projection.positions)
-    below, above = min(tiles[0], signal.programs), min(tiles[1], projection.programs)
-    rows = max(below if columns > b else 0, above if b else 0)
-    partial = torch.empty((rows, columns), dtype=torch.float32, device=ids.device)
-    dout = dout.contiguous()
-    inputs = (ids, table.contiguous(), window.contiguous(), _dense(omega))
-    if columns > b:
-        _backward_signal(
-            (below, 1, 1), *inputs, _dense(weight), dout, partial,
-            tiles[0], T, ids.stride(0), columns, b, **meta,
-            BT=signal.positions, BD=signal.channels, SPAN=kernels.span(signal.positions, meta["W"]),
-            TABLE=dtable is not None, WINDOW=dwindow is not None, OMEGA=domega is not None,
-            num_warps=signal.warps, num_stages=kernels.STAGES,
-        )  # fmt: skip
-    if b:
-        _backward_weight(
-            (above, -(-D // projection.channels), meta["C"]), *inputs, dout, partial,
-            tiles[1], T, ids.stride(0), columns, **meta,
-            BT=projection.positions, BD=projection.channels,
-            SPAN=kernels.span(projection.positions, meta["W"]), BIAS=dbias is not None,
-            num_warps=projection.warps, num_stages=kernels.STAGES,
-        )  # fmt: skip
+    tiles = B * -(-T // tiling.positions)
+    programs = min(tiles, tiling.programs)
+    partial = torch.empty((programs, columns), dtype=torch.float32, device=ids.device)
+    _backward(
+        (programs, 1, 1), ids, table.contiguous(), window.contiguous(), _dense(omega), _dense(weight),
+        dout.contiguous(), partial, tiles, T, ids.stride(0), columns, a, b, **meta,
+        BT=tiling.positions, BD=tiling.channels, SPAN=kernels.span(tiling.positions, meta["W"]),
+        WEIGHT=dweight is not None, BIAS=dbias is not None,
+        TABLE=dtable is not None, WINDOW=dwindow is not None, OMEGA=domega is not None,
+        num_warps=tiling.warps, num_stages=1,
+    )  # fmt: skip
     _sum_partials(
         (-(-columns // kernels.COLUMNS), 1, 1), partial, dweight, dbias, dtable, dwindow, domega,
-        columns, b, above, below, a, b, c, d,
+        columns, programs, a, b, c, d,
         ROWS=kernels.ROWS, COLUMNS=kernels.COLUMNS, num_warps=kernels.SUM_WARPS,
     )  # fmt: skip
     return found  # type: ignore[return-value]

@@ -9,7 +9,8 @@ thread holds both.
 float32 operands are cut into SPLIT bfloat16 parts whose products run on tensor cores: 2 parts keep 16 bits,
 for results that are rounded to 8 or 11, 3 parts keep all 24. SPLIT = 0 is a plain float32 product.
 
-Forward: 1 byte in and D * itemsize out a position, C * (4 W K + 2 K D) FLOPs. Backward: dout twice in.
+Forward: 1 byte in and D * itemsize out a position, C * (4 W K + 2 K D) FLOPs. Backward: dout in,
+and for each program as many float32 sums as gradients out.
 """
 
 from functools import lru_cache
@@ -69,19 +70,12 @@ def forward_tiling(D: int, split: int, major: int) -> Tiling:
 
 
 @lru_cache(maxsize=4096)
-def backward_tiling(D: int, split: int, sms: int, major: int) -> tuple[Tiling, Tiling]:
-    """The tilings of `_backward_signal` and `_backward_weight` on `sms` multiprocessors, generation `major`.
-
-    The gradients of table, window and omega share one kernel, which makes the spectra once for all three.
-    """
-    signal = Tiling(_positions(split, major), min(64, block(D)), 4, 2 * sms)
-    if split == 2 and D >= 256:
-        return signal, Tiling(128, 256, 8, ROWS)
-    return signal, Tiling(64, min(128 if split == 2 else 64, block(D)), 4, ROWS)
-
-
-STAGES = 2
-"""Of the loads in the loops over positions and channels, which turn a few times."""
+def backward_tiling(D: int, features: str, split: int, sms: int, major: int) -> Tiling:
+    """The backward's tiling for D channels on `sms` multiprocessors of generation `major`."""
+    channels = min(64, block(D))
+    if features == "complex" and split == 2 and D > 1:  # twice the rows of the weight
+        return Tiling(128, channels, 8, sms)
+    return Tiling(_positions(split, major), channels, 4, 2 * sms)
 
 
 ROWS, COLUMNS, SUM_WARPS = 128, 32, 8

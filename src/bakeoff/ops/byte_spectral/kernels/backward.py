@@ -9,6 +9,8 @@ from bakeoff.ops.byte_spectral.kernels.spectrum import (
     _features,
     _parts,
     _phases,
+    _ratio,
+    _root,
     _spectrum,
     _strip,
     _tile,
@@ -18,49 +20,63 @@ from bakeoff.ops.byte_spectral.kernels.spectrum import (
 
 
 @triton.jit
-def _spectrum_gradient(
-    values, scale, phases, df, count,
-    W: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr, BJ: tl.constexpr,
-    FEATURES: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
+def _to_features(
+    dout, weight, dweight, dbias, spectrum, first, count, c, again,
+    C: tl.constexpr, F: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr, BF: tl.constexpr,
+    BD: tl.constexpr, FEATURES: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
+    SIGNAL: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the spectrum, which is made again for it, from that of the features."""
-    if FEATURES == "complex":
-        dx = df
-    else:
-        re, im = _parts(_spectrum(_strip(values, count, W, BT, BW) * scale, phases, BT, BJ, SPLIT), BT, BJ)
-        power = re * re + im * im
-        root = tl.sqrt_rn(power + EPS)
-        if FEATURES == "log":
-            df = df / (1 + tl.div_rn(power, root + EPS**0.5))
-        df = tl.div_rn(df, root)
-        dx = tl.reshape(tl.join(df * re, df * im), [BT, BJ])
-    return dx
+    """Gradient of one column's features, [BT, BF]: dout @ weight', or dout itself, from row `first` on.
 
-
-@triton.jit
-def _feature_gradient(
-    dout, weight, first, count, c,
-    C: tl.constexpr, F: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr,
-    SPLIT: tl.constexpr,
-):  # fmt: skip
-    """Gradient of one column's features, [BT, BF]: dout @ weight', or dout itself, from row `first` on."""
-    i = tl.arange(0, BT)
+    While dout is here, the tile's part of weight's gradient, features' @ dout, and of bias's go to `dweight`
+    and `dbias`, on top of what is there where `again`.
+    """
+    i = tl.arange(0, BT)[:, None]
     f = tl.arange(0, BF)
     if weight is None:
-        at = dout + first * (C * F) + c * F + (i[:, None] * (C * F) + f[None, :])
-        df = tl.load(at, mask=(i < count)[:, None] & (f < F)[None, :], other=0.0).to(tl.float32)
+        at = dout + first * (C * F) + c * F + (i * (C * F) + f[None, :])
+        df = tl.load(at, mask=(i < count) & (f < F)[None, :], other=0.0).to(tl.float32)
     else:
         dout += first * D
         weight += c * F * D
+        dweight += c * F * D
+        found = _features(spectrum, BT, BJ, FEATURES, EPS, SPLIT)
         df = tl.zeros([BT, BF], tl.float32)
+        if WEIGHT or BIAS:
+            tl.debug_barrier()  # behind it are sums of the tile before, whatever thread stored them
         for start in range(0, D, BD):
             d = start + tl.arange(0, BD)
-            at = dout + (i[:, None] * D + d[None, :])
-            grad = tl.load(at, mask=(i < count)[:, None] & (d < D)[None, :], other=0.0)
-            at = weight + (f[:, None] * D + d[None, :])
-            rows = tl.load(at, mask=(f < F)[:, None] & (d < D)[None, :], other=0.0)
-            df = _add(grad, tl.trans(rows), df, SPLIT)
+            grad = tl.load(dout + (i * D + d[None, :]), mask=(i < count) & (d < D)[None, :], other=0.0)
+            at = f[:, None] * D + d[None, :]
+            inside = (f < F)[:, None] & (d < D)[None, :]
+            if SIGNAL:
+                df = _add(grad, tl.trans(tl.load(weight + at, mask=inside, other=0.0)), df, SPLIT)
+            if WEIGHT:
+                total = tl.load(dweight + at, mask=inside & again, other=0.0)
+                tl.store(dweight + at, _add(tl.trans(found.to(grad.dtype)), grad, total, SPLIT), mask=inside)
+            if BIAS:
+                total = tl.load(dbias + d, mask=(d < D) & again, other=0.0)
+                tl.store(dbias + d, total + tl.sum(grad.to(tl.float32), axis=0), mask=(d < D) & (c == 0))
     return df
+
+
+@triton.jit
+def _from_features(
+    spectrum, df, BT: tl.constexpr, BJ: tl.constexpr, FEATURES: tl.constexpr, EPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the spectrum from that of its features."""
+    if FEATURES == "complex":
+        dx = df
+    else:
+        re, im = _parts(spectrum, BT, BJ)
+        power = re * re + im * im
+        root = _root(power + EPS, SPLIT)
+        if FEATURES == "log":
+            df = df / (1 + _ratio(power, root + EPS**0.5, SPLIT))
+        df = _ratio(df, root, SPLIT)
+        dx = tl.reshape(tl.join(df * re, df * im), [BT, BJ])
+    return dx
 
 
 @triton.jit
@@ -95,33 +111,45 @@ def _by_byte(total, ids, sums, before, count, BW: tl.constexpr, SPAN: tl.constex
     return total
 
 
-@triton.jit(do_not_specialize=["tiles", "T", "row", "columns", "first"])
-def _backward_signal(
+@triton.jit(do_not_specialize=["tiles", "T", "row", "columns", "bias_at", "signal_at"])
+def _backward(
     ids, table, window, omega, weight, dout, partial,
-    tiles: tl.int64, T: tl.int64, row: tl.int64, columns: tl.int64, first: tl.int64,
+    tiles: tl.int64, T: tl.int64, row: tl.int64, columns: tl.int64, bias_at: tl.int64, signal_at: tl.int64,
     C: tl.constexpr, W: tl.constexpr, K: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
     BT: tl.constexpr, BW: tl.constexpr, BJ: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr,
     SPAN: tl.constexpr, FEATURES: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
-    TABLE: tl.constexpr, WINDOW: tl.constexpr, OMEGA: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, WINDOW: tl.constexpr, OMEGA: tl.constexpr,
 ):  # fmt: skip
-    """Partial gradients of table, window and omega, as the flags ask, of tiles pid, pid + programs, ...
+    """Partial gradients of tiles pid, pid + programs, ..., of which the flags ask for.
 
-    Row pid of `partial`, from column `first` on: [256, C] of the table, [W] of the window, [K] of omega.
+    Row pid of `partial`: [C * F, D] of the weight, [D] of the bias from column `bias_at` on, and from
+    `signal_at` on [256, C] of the table, [W] of the window, [K] of omega.
     """
     phases = _phases(omega, W, K, BW, BJ)
     scale = _window(window, W, BW)
-    partial += tl.program_id(0).to(tl.int64) * columns + first
+    partial += tl.program_id(0).to(tl.int64) * columns
+    signal = partial + signal_at
     dwindow = tl.zeros([BW], tl.float32)
-    dphases = tl.zeros([BW, BJ], tl.float32)
+    domega = tl.zeros([BJ // 2], tl.float32)
+    m = tl.arange(0, BW)
     for c in range(C):
         dtable = tl.zeros([16, 16], tl.float32)
         for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
-            at, row_of, before, count = _tile(tile, ids, T, row, BT, BW)
-            df = _feature_gradient(dout, weight, row_of, count, c, C, F, D, BT, BF, BD, SPLIT)
+            at, first, before, count = _tile(tile, ids, T, row, BT, BW)
             values = _values(at, table + c, before, count, C, BW, SPAN)
-            dx = _spectrum_gradient(values, scale, phases, df, count, W, BT, BW, BJ, FEATURES, EPS, SPLIT)
-            if OMEGA:
-                dphases = _dot(tl.trans(_strip(values, count, W, BT, BW) * scale), dx, dphases, SPLIT)
+            strip = _strip(values, count, W, BT, BW) * scale
+            spectrum = _spectrum(strip, phases, BT, BJ, SPLIT)
+            df = _to_features(
+                dout, weight, partial, partial + bias_at, spectrum,
+                first, count, c, tile >= tl.num_programs(0),
+                C, F, D, BT, BJ, BF, BD, FEATURES, EPS, SPLIT, TABLE or WINDOW or OMEGA, WEIGHT, BIAS,
+            )  # fmt: skip
+            if TABLE or WINDOW or OMEGA:
+                dx = _from_features(spectrum, df, BT, BJ, FEATURES, EPS, SPLIT)
+            if OMEGA:  # d exp(-i omega m) / d omega = -i m exp(-i omega m)
+                re, im = _parts(_spectrum(strip * m.to(tl.float32)[None, :], phases, BT, BJ, SPLIT), BT, BJ)
+                dre, dim = _parts(dx, BT, BJ)
+                domega += tl.sum(dre * im - dim * re, axis=0)
             if TABLE or WINDOW:
                 grad = _dot(dx, tl.trans(phases), tl.zeros([BT, BW], tl.float32), SPLIT)
                 grad = _diagonals(grad, before, count, BT, BW, SPAN)
@@ -132,76 +160,33 @@ def _backward_signal(
                 dtable = _by_byte(dtable, at, sums, before, count, BW, SPAN, SPLIT)
         if TABLE:
             byte = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-            tl.store(partial + byte * C + c, dtable)
-    m = tl.arange(0, BW)
+            tl.store(signal + byte * C + c, dtable)
     if TABLE:
-        partial += 256 * C
+        signal += 256 * C
     if WINDOW:
-        tl.store(partial + m, dwindow, mask=m < W)
-        partial += W
+        tl.store(signal + m, dwindow, mask=m < W)
+        signal += W
     if OMEGA:
-        re, im = _parts(_phases(omega, W, K, BW, BJ), BW, BJ)  # made again rather than held all the while
-        dre, dim = _parts(dphases, BW, BJ)
         k = tl.arange(0, BJ // 2)
-        tl.store(partial + k, tl.sum((dre * im - dim * re) * m.to(tl.float32)[:, None], axis=0), mask=k < K)
+        tl.store(signal + k, domega, mask=k < K)
 
 
-@triton.jit(do_not_specialize=["tiles", "T", "row", "columns"])
-def _backward_weight(
-    ids, table, window, omega, dout, partial,
-    tiles: tl.int64, T: tl.int64, row: tl.int64, columns: tl.int64,
-    C: tl.constexpr, W: tl.constexpr, K: tl.constexpr, F: tl.constexpr, D: tl.constexpr,
-    BT: tl.constexpr, BW: tl.constexpr, BJ: tl.constexpr, BF: tl.constexpr, BD: tl.constexpr,
-    SPAN: tl.constexpr, FEATURES: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Partial gradients of weight and bias, of tiles pid, pid + programs, ... (axis 0), for BD channels
-    (axis 1) and one column of the table (axis 2) a program.
-
-    Row pid of `partial`: [C * F, D] of the weight, then [D] of the bias.
-    """
-    c = tl.program_id(2)
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
-    f = tl.arange(0, BF)
-    phases = _phases(omega, W, K, BW, BJ)
-    scale = _window(window, W, BW)
-    total = tl.zeros([BF, BD], tl.float32)
-    if BIAS:
-        dbias = tl.zeros([BD], tl.float32)
-    for tile in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
-        at, row_of, before, count = _tile(tile, ids, T, row, BT, BW)
-        i = tl.arange(0, BT)
-        mask = (i < count)[:, None] & (d < D)[None, :]
-        grad = tl.load(dout + row_of * D + (i[:, None] * D + d[None, :]), mask=mask, other=0.0)
-        value = _strip(_values(at, table + c, before, count, C, BW, SPAN), count, W, BT, BW) * scale
-        found = _features(_spectrum(value, phases, BT, BJ, SPLIT), BT, BJ, FEATURES, EPS)
-        total = _add(tl.trans(found.to(grad.dtype)), grad, total, SPLIT)
-        if BIAS:
-            dbias += tl.sum(grad.to(tl.float32), axis=0)
-    partial += tl.program_id(0).to(tl.int64) * columns
-    at = partial + c * F * D + (f[:, None] * D + d[None, :])
-    tl.store(at, total, mask=(f < F)[:, None] & (d < D)[None, :])
-    if BIAS:
-        tl.store(partial + C * F * D + d, dbias, mask=(d < D) & (c == 0))
-
-
-@triton.jit(do_not_specialize=["columns", "split", "above", "below", "a", "b", "c", "d"])
+@triton.jit(do_not_specialize=["columns", "rows", "a", "b", "c", "d"])
 def _sum_partials(
     partial, dweight, dbias, dtable, dwindow, domega,
-    columns: tl.int64, split: tl.int64, above: tl.int32, below: tl.int32,
+    columns: tl.int64, rows: tl.int32,
     a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums over the rows of `partial`, always in the same order; a block of columns a program.
 
-    Columns before `split` have `above` rows, the others `below`; a, b, c, d are where the bias's, the
-    table's, the window's and omega's columns begin.
+    a, b, c, d are where the bias's, the table's, the window's and omega's columns begin.
     """
     at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    rows = tl.where(at < split, above, below)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in range(0, tl.max(rows, axis=0), ROWS):
+    for first in range(0, rows, ROWS):
         p = first + tl.arange(0, ROWS)[:, None]
-        mask = (p < rows[None, :]) & (at < columns)[None, :]
+        mask = (p < rows) & (at < columns)[None, :]
         total += tl.load(partial + p.to(tl.int64) * columns + at[None, :], mask=mask, other=0.0)
     found = tl.sum(total, axis=0)
     if dweight is not None:

@@ -36,7 +36,7 @@ def _forward(
         total = tl.zeros([BT, BD], tl.float32)
     for c in range(C):
         value = _strip(_values(ids, table + c, before, count, C, BW, SPAN), count, W, BT, BW) * scale
-        found = _features(_spectrum(value, phases, BT, BJ, SPLIT), BT, BJ, FEATURES, EPS)
+        found = _features(_spectrum(value, phases, BT, BJ, SPLIT), BT, BJ, FEATURES, EPS, SPLIT)
         if weight is None:
             at = out + first * (C * F) + c * F + (i[:, None] * (C * F) + f[None, :])
             tl.store(at, found.to(out.dtype.element_ty), mask=(i < count)[:, None] & (f < F)[None, :])

@@ -126,15 +126,32 @@ def _parts(spectrum, ROWS: tl.constexpr, BJ: tl.constexpr):
 
 
 @triton.jit
-def _features(spectrum, BT: tl.constexpr, BJ: tl.constexpr, FEATURES: tl.constexpr, EPS: tl.constexpr):
+def _root(x, SPLIT: tl.constexpr):
+    """sqrt(x), as exactly as SPLIT parts are."""
+    return tl.sqrt(x) if SPLIT == 2 else tl.sqrt_rn(x)
+
+
+@triton.jit
+def _ratio(a, b, SPLIT: tl.constexpr):
+    """a / b, as exactly as SPLIT parts are."""
+    return a / b if SPLIT == 2 else tl.div_rn(a, b)
+
+
+@triton.jit
+def _features(
+    spectrum, BT: tl.constexpr, BJ: tl.constexpr, FEATURES: tl.constexpr, EPS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
     """The spectrum itself, its magnitude, or the logarithm of 1 + that."""
     if FEATURES == "complex":
         found = spectrum
     else:
         re, im = _parts(spectrum, BT, BJ)
         power = re * re + im * im
-        found = tl.div_rn(power, tl.sqrt_rn(power + EPS) + EPS**0.5)
-        if FEATURES == "log":  # a series where 1 + magnitude would drop digits
+        found = _ratio(power, _root(power + EPS, SPLIT) + EPS**0.5, SPLIT)
+        if FEATURES == "log" and SPLIT == 2:
+            found = tl.where(found < 1e-3, found * (1 - found * 0.5), tl.log(1.0 + found))
+        elif FEATURES == "log":  # a series where 1 + magnitude would drop digits
             series = found * (1 - found * (0.5 - found * (1 / 3)))
             found = tl.where(found < 1e-3, series, tl.log(1.0 + found.to(tl.float64)).to(tl.float32))
     return found
