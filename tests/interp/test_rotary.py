@@ -130,6 +130,16 @@ def test_layouts_of_incoming_gradients(kind):
     assert all(g.is_contiguous() for g in gradients)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+@pytest.mark.parametrize("fn", [triton_rotary, eager])
+def test_inputs_that_begin_anywhere(fn, interleaved):
+    """A view may begin at an odd place, and a dimension of size 1 may have any stride."""
+    q = torch.randn(121)[1:].view(1, 5, 3, 8).requires_grad_()
+    assert_native(q, torch.randn(1, 5, 1, 8, requires_grad=True), *rotary_tables(5, 8), interleaved, fn=fn)
+    q, k, _ = torch.randn(1, 1, 1, 27).unflatten(-1, (3, 9)).unbind(-2)
+    assert_native(q.requires_grad_(), k.requires_grad_(), *rotary_tables(1, 8), interleaved, fn=fn)
+
+
 def test_mixed_layouts_of_q_and_k():
     (q, _), (_, k) = tensors(2, 5, 4, 2, 8, form="head-major"), tensors(2, 5, 4, 2, 8, form="fused")
     outputs, _ = assert_native(q, k, *rotary_tables(5, 8))

@@ -668,6 +668,33 @@ def test_op_with_scalars_on_the_device(impl: str | None, shape: tuple[int, ...])
     assert step.item() == 3
 
 
+@pytest.mark.parametrize("found", [1.0, 2.0, 0.5, math.nan, math.inf])
+@pytest.mark.parametrize("impl", [impl for impl in ALL if impl != "foreach"])
+def test_any_found_inf_but_0_skips(impl: str | None, found: float) -> None:
+    """GradScaler adds up what it found on each device."""
+    group, step = lists(), torch.tensor(2.0)
+    group["grads"][1][0] = math.nan
+    before = {name: [t.clone() for t in group[name]] for name in group}
+    adamw_(**group, step=step, impl=impl, found_inf=torch.tensor(found), **HOW)
+    for name in ("params", "exp_avg", "exp_avg_sq"):
+        assert all(map(torch.equal, group[name], before[name]))
+    assert step.item() == 2
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("impl", ALL)
+def test_autograd_refuses_values_saved_before_a_step(impl: str | None, master: bool) -> None:
+    group = lists()
+    if master:
+        group["master"] = [p.clone() for p in group["params"]]
+        group["params"] = [p.bfloat16() for p in group["params"]]
+    saved = group["master" if master else "params"][0].requires_grad_()
+    loss = saved.square().sum()
+    adamw_(**group, step=torch.zeros(()), impl=impl, **HOW)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_op_without_tensors_does_nothing() -> None:
     adamw_([], [], [], [], step=torch.zeros(()), **HOW)
 
@@ -694,6 +721,10 @@ def test_op_without_tensors_does_nothing() -> None:
         ({"params": [torch.ones(3).to(torch.float8_e5m2)] * 2}, "float16, bfloat16, float32 or float64"),
         ({"exp_avg": [torch.ones(3).to(torch.float8_e5m2)] * 2}, "exp_avg are torch.float8_e5m2"),
         ({"beta1": 1.0}, "beta1"),
+        ({"lr": None}, r"lr must be in \[0, inf\), got None"),
+        ({"eps": "x"}, r"eps must be in \[0, inf\), got 'x'"),
+        ({"exp_avg": [torch.rand(1).expand(3), torch.rand(3)]}, r"exp_avg\[0\] is expanded"),
+        ({"params": [torch.rand(3), torch.rand(1).expand(3)]}, r"params\[1\] is expanded"),
         ({"clip_coef": torch.ones(2)}, "clip_coef must be a scalar"),
         ({"master": [torch.rand(3).double()] * 2}, "must be float32, or int16"),
         ({"master": [torch.zeros(3, dtype=torch.int16)] * 2}, "int16 remainders extend bfloat16"),

@@ -184,7 +184,7 @@ def test_a_shape_that_contradicts_itself_is_refused(changes: dict[str, object], 
 
 
 def test_an_unknown_filter_or_size_is_refused() -> None:
-    with pytest.raises(Exception, match="Invalid enum value 'waves'"):
+    with pytest.raises(Exception, match="filter='waves' must be one of"):
         Config.sizes("tiny", filter="waves")
     with pytest.raises(ValueError, match="no size 'huge'; there are tiny, small, base"):
         Config.sizes("huge")  # type: ignore[arg-type]
@@ -307,7 +307,7 @@ def test_bad_input_names_the_fix() -> None:
         TypeError, match=r"config must be a bakeoff.models.byte_spectral.Config, got a builtins"
     ):
         ByteSpectralLM(SMALL)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="ids are empty"):
+    with pytest.raises(ValueError, match="no symbols"):
         model(ids[:0])
     with pytest.raises(ValueError, match=r"targets have shape \(2, 4\), expected \(2, 5\)"):
         model(ids, ids[:, :4])

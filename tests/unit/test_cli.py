@@ -142,7 +142,7 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
         (["train", *UNTUNED, "--resume", "absent"], "absent holds no checkpoint"),
         (["train", *UNTUNED, "train.device=warp"], "use auto, cpu, cuda"),
         (["tune", "llm-med-tiny", "--data", "absent.txt"], "can't read absent.txt"),
-        (["tune", "llm-med-huge"], "There are"),
+        (["tune", "llm-med-huge"], "There are llm-med, "),
         (["explain", "rms_nrom"], "did you mean 'rms_norm'"),
         (["explain", "rms_norm"], "rms_norm needs x, too: write a tensor as x=bf16[8192,4096]"),
         (["explain", "rms_norm", "x=fp32[4,8]", "y=1"], "no argument 'y'; it has x, weight"),

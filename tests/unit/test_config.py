@@ -184,7 +184,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
 def test_an_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no recipe 'llmmed-tiny'; did you mean 'llm-med-tiny'\?"):
         recipe("llmmed-tiny")
-    with pytest.raises(ConfigError, match="There are llm-med, llm-med-tiny"):
+    with pytest.raises(ConfigError, match="no recipe 'zzz'; there are llm-med, llm-med-tiny"):
         recipe("zzz")
 
 

@@ -308,8 +308,8 @@ def test_what_was_built_without_data_has_its_positions_once_loaded(dtype: torch.
         (torch.zeros(2, 3), TypeError, r"ids are torch.float32.*call ids.long\(\)"),
         (torch.zeros(2, 3, dtype=torch.bool), TypeError, "torch.bool"),
         (torch.zeros(5, dtype=torch.long), ValueError, r"expected \[B, T\]; one row is ids\[None\]"),
-        (torch.zeros(1, 0, dtype=torch.long), ValueError, "are empty"),
-        (torch.zeros(0, 4, dtype=torch.long), ValueError, "are empty"),
+        (torch.zeros(1, 0, dtype=torch.long), ValueError, "no symbols"),
+        (torch.zeros(0, 4, dtype=torch.long), ValueError, "no symbols"),
         (torch.zeros(1, 25, dtype=torch.long), ValueError, r"25 symbols.*Config\(max_seq_len=25\)"),
     ],
 )
@@ -337,5 +337,24 @@ def test_bad_targets_and_sampling_settings_name_the_fix() -> None:
         model.generate("text", 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"cache must be a bakeoff.models.llm_med.Cache, got a b"):
         model.decode(ids, None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="prompt are empty"):
+    with pytest.raises(ValueError, match="no symbols"):
         model.generate(ids[:, :0], 1)
+    for wrong in ({"top_k": 1.5}, {"temperature": "x"}, {"seed": 1.0}, {"top_p": None}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            model.stream(ids, 1, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"max_new=2.5 must be an int"):
+        model.stream(ids, 2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"seed=\d+ must fit 64 bits"):
+        model.stream(ids, 1, seed=2**70)
+
+
+@pytest.mark.parametrize("change", [{"layers": 1}, {"layers": 3}, {"kv_heads": 1}, {"max_seq_len": 8}])
+def test_a_cache_is_for_one_model_and_its_rows(change: dict[str, int]) -> None:
+    model, ids = LLMMed(Config(**SMALL)), torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="cache was made for another model"):
+        model.decode(ids, Cache(Config(**{**SMALL, **change})))
+    cache = model.make_cache()
+    model.decode(ids, cache)
+    for rows in (1, 3):
+        with pytest.raises(ValueError, match=f"ids have {rows} rows, the cache 2"):
+            model.decode(torch.zeros(rows, 1, dtype=torch.long), cache)

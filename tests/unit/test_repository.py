@@ -252,6 +252,24 @@ def test_works_without_triton(tmp_path: Path) -> None:
     assert done.stdout == "fine\n"
 
 
+BROKEN_TRITON = """
+import logging, torch
+torch.cuda.is_available = lambda: True  # only there is Triton needed, and tried
+import bakeoff
+from bakeoff.select import find_op
+(candidate,) = (c for c in find_op("rms_norm").candidates if c.name == "triton")
+print(candidate.absent)
+"""
+
+
+def test_a_triton_that_can_not_be_imported_is_as_none(tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise ImportError('libfoo.so: cannot open')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    done = run(sys.executable, "-c", BROKEN_TRITON, PYTHONPATH=path)
+    assert done.stdout == "triton can't be imported (ImportError: libfoo.so: cannot open)\n", done.stderr
+
+
 def test_dir_has_all_that_can_be_reached() -> None:
     assert {"nn", "optim", "graphs", "models", "tune"} <= set(dir(bakeoff))
     assert all(hasattr(bakeoff, name) for name in dir(bakeoff))

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from bakeoff import ops
 from bakeoff.errors import PolicyError, Unsupported
 from bakeoff.select import dispatch as dispatch_module
 from bakeoff.select import hot, policy
@@ -50,6 +51,17 @@ def test_plain_pytorch_runs_where_more_than_autograd_looks() -> None:
         ran.clear()
         op(x, w, None)
         assert ran == ["two"]
+
+
+def test_wrong_arguments_are_refused_under_transforms_too() -> None:
+    x = torch.randn(2, 4, 8)
+    with pytest.raises(ValueError, match="pass one"):
+        torch.func.grad(lambda x: ops.rms_norm(x, None, offset=1.0).sum())(x)
+    h = torch.randn(1, 2)
+    with pytest.raises(ValueError, match="long_conv: h"):
+        torch.func.vmap(lambda u: ops.long_conv(u[None], h))(x)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="swiglu"):
+        ops.swiglu(torch.autograd.forward_ad.make_dual(x, x), torch.randn(1, 8))
 
 
 def one(x: Any, w: Any, flag: Any = None) -> Any:

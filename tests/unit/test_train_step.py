@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from bakeoff.errors import PolicyError
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.llm_med import LLMMed
+from bakeoff.select.policy import using
 from bakeoff.train.config import Config, Optim, Train
 from bakeoff.train.step import Stepper, learning_rate, uses_bf16
 
@@ -23,6 +25,15 @@ def stepper(**train: object) -> Stepper:
 
 def rows(seed: int = 0) -> torch.Tensor:
     return torch.randint(256, (4, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_strict_policy_is_for_the_step_s_calls() -> None:
+    """Held-out rows have other shapes, which nobody tunes."""
+    ours = stepper()
+    with using("strict"):
+        with pytest.raises(PolicyError, match="policy is strict"):
+            ours(rows(), 0.01)
+        assert ours.bits_per_byte(rows()) > 0
 
 
 def weights(of: Stepper) -> dict[str, torch.Tensor]:

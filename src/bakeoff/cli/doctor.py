@@ -20,7 +20,7 @@ from bakeoff.cli.terminal import console, declared, device_named, print_json
 from bakeoff.errors import TableError
 from bakeoff.select import policy
 from bakeoff.select.compiled import unlinkable
-from bakeoff.select.op import package_version
+from bakeoff.select.op import missing, package_version
 from bakeoff.select.table import cache_dir, read
 
 __all__ = ["Machine", "Report", "TableState", "examine", "inspect_machine", "problems", "run", "show"]
@@ -92,6 +92,9 @@ def examine(device: str) -> Report:
     machine = inspect_machine(device)
     table = _table(device)
     notes = problems(machine)
+    broken = missing("triton")
+    if broken and machine.triton != "none":
+        notes.append(f"{broken}: everything runs on plain PyTorch; install triton anew")
     if table.problem:
         notes.append(f"{table.problem}: it will be set aside and its contests held again")
     if table.stale:

@@ -10,6 +10,7 @@ import click
 import torch
 
 from bakeoff.cli.terminal import device_named
+from bakeoff.select.policy import untuned
 from bakeoff.train import load_run
 
 __all__ = ["continuation", "stream"]
@@ -20,8 +21,9 @@ def stream(run: Path, prompt: str, max_new: int, device: str, **sampling: Any) -
     model, _ = load_run(run)
     model.to(device_named(device))
     click.echo(_bytes(prompt).decode("utf-8", "replace"), nl=False)
-    for text in continuation(model, prompt, max_new, **sampling):
-        click.echo(text, nl=False)
+    with untuned():
+        for text in continuation(model, prompt, max_new, **sampling):
+            click.echo(text, nl=False)
     click.echo()
 
 

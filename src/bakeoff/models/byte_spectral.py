@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bakeoff.models.checks import check_fields, check_ids, check_kind, check_symbols
+from bakeoff.models.checks import check_cache, check_fields, check_ids, check_kind, check_symbols
 from bakeoff.models.generation import Generates
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, RMSNorm, attend
 from bakeoff.nn.filters import MinimumPhase, Past, Poles, Taps, WholeRow
@@ -118,7 +118,7 @@ class Config(
         """The named size, with some fields changed: ``Config.sizes("tiny", filter="taps")``."""
         if size not in SIZES:
             raise ValueError(f"no size {size!r}; there are {', '.join(SIZES)}")
-        return msgspec.convert({**SIZES[size], **overrides}, cls)
+        return cls(**{**SIZES[size], **overrides})  # type: ignore[arg-type]
 
     @property
     def vocab(self) -> int:
@@ -306,13 +306,7 @@ class ByteSpectralLM(Generates, HasRotaryTables):
         self._check_causal()
         check_kind("cache", cache, Cache)
         self._check(ids, cache.length)
-        if cache.config is not self.config and cache.config != self.config:
-            raise ValueError("cache was made for another model: use Cache(model.config)")
-        if cache.bytes is not None and cache.bytes.shape[0] != ids.shape[0]:
-            raise ValueError(
-                f"ids have {ids.shape[0]} rows, the cache {cache.bytes.shape[0]}: decode the same rows, or "
-                f"begin with a new Cache(model.config)"
-            )
+        check_cache(cache, self.config, ids, None if cache.bytes is None else cache.bytes.shape[0])
         logits = self._logits(ids, cache)
         cache.length += ids.shape[1]
         cache.attention.length = cache.length

@@ -1,12 +1,13 @@
 """What models refuse, with the fix in the message."""
 
 import math
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-__all__ = ["check_fields", "check_ids", "check_kind", "check_sampling", "check_symbols"]
+__all__ = ["check_cache", "check_fields", "check_ids", "check_kind", "check_sampling", "check_symbols"]
 
 
 def check_fields(config: msgspec.Struct) -> None:
@@ -48,11 +49,30 @@ def check_ids(name: str, ids: Tensor) -> None:
     if ids.ndim != 2:
         raise ValueError(f"{name} have shape {tuple(ids.shape)}, expected [B, T]; one row is {name}[None]")
     if ids.numel() == 0:
-        raise ValueError(f"{name} are empty, shape {tuple(ids.shape)}: give at least one row of one symbol")
+        raise ValueError(f"{name} have shape {tuple(ids.shape)}, no symbols: give at least one row of one")
 
 
-def check_sampling(max_new: int, temperature: float, top_k: int, top_p: float) -> None:
-    """Raises ValueError for a setting that no sampling has."""
+def check_cache(cache: Any, config: msgspec.Struct, ids: Tensor, rows: int | None) -> None:
+    """Raises ValueError unless `cache`, which holds `rows`, is for such a model and `ids` go on in it."""
+    if cache.config is not config and cache.config != config:
+        raise ValueError("cache was made for another model: use Cache(model.config)")
+    if rows is not None and rows != ids.shape[0]:
+        raise ValueError(
+            f"ids have {ids.shape[0]} rows, the cache {rows}: decode the same rows, or begin with a new "
+            f"Cache(model.config)"
+        )
+
+
+def check_sampling(max_new: int, temperature: float, top_k: int, top_p: float, seed: int | None) -> None:
+    """Raises TypeError or ValueError for a setting that no sampling has."""
+    for name, whole in (("max_new", max_new), ("top_k", top_k), ("seed", 0 if seed is None else seed)):
+        if type(whole) is not int:
+            raise TypeError(f"{name}={whole!r} must be an int")
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if type(value) not in (int, float):
+            raise TypeError(f"{name}={value!r} must be a number")
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed={seed} must fit 64 bits")
     if max_new < 0:
         raise ValueError(f"max_new={max_new} must not be negative")
     if not 0.0 <= temperature < math.inf:

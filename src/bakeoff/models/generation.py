@@ -75,7 +75,7 @@ class Generates:
         """
         context = self.context()
         check_ids("prompt", prompt)
-        check_sampling(max_new, temperature, top_k, top_p)
+        check_sampling(max_new, temperature, top_k, top_p, seed)
         if seed is not None:
             if generator is not None:
                 raise ValueError("give seed or generator, not both")

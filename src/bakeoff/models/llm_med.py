@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bakeoff.models.checks import check_fields, check_ids, check_kind
+from bakeoff.models.checks import check_cache, check_fields, check_ids, check_kind
 from bakeoff.models.generation import Generates
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, RMSNorm, attend
 
@@ -80,7 +80,7 @@ class Config(
         """The named size, with some fields changed: ``Config.sizes("tiny", kv_heads=2)``."""
         if size not in SIZES:
             raise ValueError(f"no size {size!r}; there are {', '.join(SIZES)}")
-        return msgspec.convert({**SIZES[size], **overrides}, cls)
+        return cls(**{**SIZES[size], **overrides})  # type: ignore[arg-type]
 
     @property
     def head_dim(self) -> int:
@@ -100,6 +100,7 @@ class Cache(KeyValues):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.layers, config.max_seq_len)
+        self.config = config
 
 
 class Attention(nn.Module):
@@ -212,6 +213,7 @@ class LLMMed(Generates, HasRotaryTables):
         """Logits [B, T, V] of ids [B, T] that follow what `cache` holds; the cache then holds them, too."""
         check_kind("cache", cache, Cache)
         self._check(ids, cache.length)
+        check_cache(cache, self.config, ids, cache.rows)
         logits = self._logits(ids, cache)
         cache.length += ids.shape[1]
         return logits

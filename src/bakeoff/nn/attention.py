@@ -20,6 +20,12 @@ class KeyValues:
         self.length = 0
         self.layers: list[tuple[Tensor, Tensor] | None] = [None] * layers
 
+    @property
+    def rows(self) -> int | None:
+        """How many rows it holds; None while it is empty."""
+        held = self.layers[0] if self.layers else None
+        return None if held is None else held[0].shape[0]
+
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k, v [B, K, T, E] behind `length`; returns all keys and values up to there.
 

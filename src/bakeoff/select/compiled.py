@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bakeoff.select.op import Case, TensorMeta
+from bakeoff.select.op import Case, TensorMeta, missing
 
 __all__ = ["compiled", "compiler_missing", "unlinkable"]
 
@@ -84,9 +84,8 @@ def compiler_missing(case: Case) -> str | None:
     if any(isinstance(a, TensorMeta) and a.numel == 0 for a in case.args.values()):
         return "an empty tensor is not worth compiling for"
     if case.device.startswith("cuda"):
-        import importlib.util
-
-        return None if importlib.util.find_spec("triton") else "torch.compile needs triton on a GPU"
+        why = missing("triton")
+        return None if why is None else f"torch.compile needs triton on a GPU: {why}"
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None and shutil.which("clang++") is None:
         return f"torch.compile needs a C++ compiler on the CPU ({compiler} not found; install g++ or set CXX)"

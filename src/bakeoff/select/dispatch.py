@@ -52,7 +52,11 @@ def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
         raise Asked(checked(op, args))
     if impl is not None:
         return _explicit(op, args, impl)
+    if torch._C._get_tracing_state() is not None:  # of torch.jit.trace, whose shapes are tensors
+        return op.incumbent.call(*args)
     case = checked(op, args)
+    if hot.transformed():
+        return op.incumbent.call(*args)
     wrapper = next((type(a) for a in args if isinstance(a, torch.Tensor) and _wraps(type(a))), None)
     if wrapper is not None:
         settings = policy.current()

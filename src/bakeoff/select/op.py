@@ -25,7 +25,7 @@ import torch
 from bakeoff.errors import PolicyError, Unsupported
 from bakeoff.select import hot
 
-__all__ = ["Candidate", "Case", "Cost", "Op", "TensorMeta", "find_op", "registry"]
+__all__ = ["Candidate", "Case", "Cost", "Op", "TensorMeta", "find_op", "missing", "registry"]
 
 registry: dict[str, "Op"] = {}
 """Every declared op by name."""
@@ -160,10 +160,7 @@ class Candidate:
     @cached_property
     def absent(self) -> str | None:
         """Why it can't be used on this installation at all, or None."""
-        for package in self.requires:
-            if importlib.util.find_spec(package) is None:
-                return f"{package} is not installed"
-        return None
+        return next(filter(None, map(missing, self.requires)), None)
 
     @cached_property
     def unread(self) -> bool:
@@ -287,9 +284,7 @@ class Op:
 
         The hot path: a call of a kind that the current memo knows costs a microsecond.
         """
-        if impl is None and not torch.compiler.is_compiling():
-            if hot.transformed():
-                return self.incumbent.call(*args)
+        if impl is None and not torch.compiler.is_compiling() and not hot.transformed():
             try:
                 call = hot.known(self, args)
             except (TypeError, AttributeError, RuntimeError):
@@ -359,6 +354,18 @@ def resolve(target: str | Callable[..., Any]) -> Callable[..., Any]:
     module, _, attribute = target.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     return found
+
+
+def missing(package: str) -> str | None:
+    """Why a package can't be used, or None."""
+    try:
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+        if package == "triton" and torch.cuda.is_available():  # which kernels need, and torch.compile
+            importlib.import_module(package)
+    except Exception as error:
+        return f"{package} can't be imported ({type(error).__name__}: {error})"
+    return None
 
 
 def package_version(package: str) -> str:

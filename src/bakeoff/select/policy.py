@@ -16,7 +16,7 @@ from bakeoff.select.key import REGIMES
 from bakeoff.select.op import find_op
 from bakeoff.select.table import Store, Table, read
 
-__all__ = ["POLICIES", "Settings", "configure", "current", "forget", "store", "using"]
+__all__ = ["POLICIES", "Settings", "configure", "current", "forget", "store", "untuned", "using"]
 
 POLICIES = ("off", "heuristic", "table", "tune", "pinned", "strict")
 
@@ -91,6 +91,14 @@ def using(policy: str | None = None, *, regime: str | None = None, **overrides: 
         _context.set(outer)
         hot.memo.set(None if outer is None else memo(outer))
         _follow()
+
+
+@contextlib.contextmanager
+def untuned() -> Iterator[None]:
+    """Inside, calls are of shapes that nobody tunes: verdicts where there are some, and a miss is neither a
+    contest nor an error."""
+    with using("table" if current().policy in ("tune", "strict") else None):
+        yield
 
 
 def forget() -> None:

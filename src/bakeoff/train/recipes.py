@@ -71,5 +71,5 @@ def recipe(name: str) -> Config:
         return RECIPES[name]()
     except KeyError:
         close = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"no recipe {name!r}; {hint}There are {', '.join(RECIPES)}") from None
+        hint = f"did you mean {close[0]!r}? There" if close else "there"
+        raise ConfigError(f"no recipe {name!r}; {hint} are {', '.join(RECIPES)}") from None

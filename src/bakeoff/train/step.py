@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bakeoff.graphs import CapturedStep, NotCapturable, capture_step
 from bakeoff.optim import AdamW
 from bakeoff.parallel import ALONE, World, full, replicas, sharded, total_norm
+from bakeoff.select.policy import untuned
 from bakeoff.train.config import Config, Optim
 from bakeoff.train.data import mix
 
@@ -191,7 +192,7 @@ class Stepper:
         mine = rows[self.world.rank * share :][:share]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.eval()
-        with self._uncompiled():
+        with self._uncompiled(), untuned():
             for start in range(0, share, self.part_rows):
                 part = mine[start : start + self.part_rows]
                 known = part if len(part) else rows[:1]

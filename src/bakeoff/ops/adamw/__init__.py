@@ -129,6 +129,7 @@ def _checked(group: Group) -> Group:
         columns["master"] = group.master
     count = len(group.params)
     _alike("adamw_", "params", group.params)
+    _apart("params", group.params)
     device = group.params[0].device
     for name, column in columns.items():
         if len(column) != count:
@@ -136,6 +137,8 @@ def _checked(group: Group) -> Group:
                 f"adamw_: {len(column)} tensors in {name}, expected one for each of {count} parameters"
             )
         _alike("adamw_", name, column)
+        if name != "grads":
+            _apart(name, column)
         if column[0].device != device:
             raise ValueError(f"adamw_: {name} is on {column[0].device}, the parameters on {device}")
         for i, (tensor, param) in enumerate(zip(column, group.params, strict=True)):
@@ -183,6 +186,13 @@ def _alike(op: str, name: str, tensors: list[Tensor]) -> None:
             f"{op}: {name} are {first.dtype}; it takes real floating point tensors of float16, bfloat16, "
             f"float32 or float64"
         )
+
+
+def _apart(name: str, tensors: list[Tensor]) -> None:
+    """Raises for a tensor whose elements share memory, as an expanded one's do: it can't be updated."""
+    for i, tensor in enumerate(tensors):
+        if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(f"adamw_: {name}[{i}] is expanded: its elements share memory; pass a .clone()")
 
 
 def _scalar(name: str, value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

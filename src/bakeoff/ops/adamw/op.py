@@ -176,8 +176,10 @@ def check_hyper(lr: Any, beta1: float, beta2: float, eps: float, weight_decay: f
         ("lr", 0.0 if isinstance(lr, Tensor) else lr, math.inf), ("beta1", beta1, 1.0), ("beta2", beta2, 1.0),
         ("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf),
     ):  # fmt: skip
-        if not 0.0 <= value < top:
-            raise ValueError(f"adamw_: {name} must be in [0, {'inf' if top == math.inf else 1}), got {value}")
+        if not isinstance(value, int | float) or not 0.0 <= value < top:
+            raise ValueError(
+                f"adamw_: {name} must be in [0, {'inf' if top == math.inf else 1}), got {value!r}"
+            )
 
 
 def bucket(case: Case) -> Case:

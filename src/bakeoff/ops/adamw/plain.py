@@ -55,7 +55,7 @@ def fused(group: Group, how: Hyper) -> None:
         weights, grads, group.exp_avg, group.exp_avg_sq, [], steps,
         lr=_fit(rate, weights), beta1=how.beta1, beta2=how.beta2,
         weight_decay=how.weight_decay, eps=how.eps, amsgrad=False, maximize=how.maximize,
-        grad_scale=None, found_inf=None if how.found_inf is None else how.found_inf.float(),
+        grad_scale=None, found_inf=None if how.found_inf is None else (how.found_inf != 0).float(),
     )  # fmt: skip
     _store(group, weights)
 

@@ -42,6 +42,10 @@ def update(group: Group, how: Hyper, impl: str | None, *, overlapping: bool) -> 
         chosen.update(dense, how)
         for target, source in copies:
             target.copy_(source)
+    # Kernels that write by address are unknown to autograd, which must refuse what was saved of old values.
+    torch.autograd.graph.increment_version(
+        group.params if group.master is None else group.params + group.master
+    )
 
 
 def guard(

@@ -38,8 +38,9 @@ def check(case: Case) -> None:
         raise ValueError(f"rms_norm: residual has shape {residual.shape}, expected x's, {x.shape}")
     for name in ("eps", "offset"):
         value = case.args[name]
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"rms_norm: {name} must be a finite number, got {value!r}")
+        if not isinstance(value, int | float) or not abs(value) < math.inf:
+            given = "a tensor" if isinstance(value, TensorMeta) else repr(value)
+            raise ValueError(f"rms_norm: {name} must be a finite number, got {given}")
     if case.eps < 0:
         raise ValueError(f"rms_norm: eps must be >= 0, got {case.eps}")
     if weight is None and case.offset:

@@ -38,6 +38,8 @@ def _turned(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> torch.Ten
         pairs = pairs.transpose(-1, -2)
     # With a memory format, cast and rearrangement are one kernel; without a cast there is only the latter.
     pairs = pairs.to(turn.real.dtype, memory_format=torch.contiguous_format).contiguous()
+    if pairs.storage_offset() % 2 or any(step % 2 for step in pairs.stride()[:-1]):
+        pairs = pairs.clone(memory_format=torch.contiguous_format)  # a complex number begins at even places
     turned = torch.view_as_real(torch.view_as_complex(pairs) * turn)
     if not interleaved:
         turned = turned.transpose(-1, -2)
