@@ -16,7 +16,7 @@ ONE = "256,1000]"  # names one case of rms_norm's grid on the CPU
 
 STEP = {"model": "LLMMed small", "mode": "eager", "batch": 48, "seq": 512, "params": 17_900_000,
         "step_us": 41234.5, "tokens_per_s": 596000.4, "launches": 1203, "syncs": 0, "peak_bytes": 3 * 2**30,
-        "loss": 2.34567, "reason": "", "precision": "bf16"}  # fmt: skip
+        "loss": 2.34567, "reason": "", "precision": "bf16", "date": "2026-01-02"}  # fmt: skip
 
 
 class FakeWorker:

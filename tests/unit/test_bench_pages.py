@@ -120,14 +120,22 @@ def test_readme_selection_part(tmp_path: Path) -> None:
 
 
 def test_readme_step_part(tmp_path: Path) -> None:
-    rows = [STEP, {**STEP, "mode": "captured", "launches": None, "peak_bytes": None, "reason": "it waits"}]
+    late = {
+        "mode": "captured",
+        "launches": None,
+        "peak_bytes": None,
+        "reason": "it waits",
+        "date": "2026-01-09",
+    }
+    rows = [{**STEP, **late}, STEP]
     results.write(tmp_path / "results" / "h100" / "step.json", File(environment(), rows))
     text = readme.render(tmp_path / "results")
-    assert "steps on NVIDIA H100 80GB HBM3, torch 2.11.0, 2026-01-02" in text
+    assert "steps on NVIDIA H100 80GB HBM3, torch 2.11.0 (" in text
     assert "`bakeoff bench --suite step` wrote [results/h100/step.json](results/h100/step.json)" in text
     start = "| LLMMed small, 17.9M, 48 x 512, bf16 |"
-    assert f"{start} eager | 41,234 | 596,000 | 1,203 | 0 | 3,072 | 2.3457 |" in text
-    assert f"{start} captured (not captured) | 41,234 | 596,000 | - | 0 | - | 2.3457 |" in text
+    assert f"{start} eager | 41,234 | 596,000 | 1,203 | 0 | 3,072 | 2.3457 | 2026-01-02 |" in text
+    assert f"{start} captured (not captured) | 41,234 | 596,000 | - | 0 | - | 2.3457 | 2026-01-09 |" in text
+    assert text.index(" eager |") < text.index(" captured (")
 
 
 def test_readme_several_gpus_part(tmp_path: Path) -> None:

@@ -39,15 +39,20 @@ def test_plain_pytorch_runs_where_more_than_autograd_looks() -> None:
     x, w = torch.randn(4, 8), torch.randn(8)
     with zoo.registered(op):
         learn(op, "two", rows=4)
-        op(x, w, None)
-        assert ran == ["two"]
+        for _ in range(3):  # by decision, by fingerprint, by guards
+            op(x, w, None)
+        assert ran == ["two"] * 3
         ran.clear()
         with torch.autograd.forward_ad.dual_level():
             op(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), w, None)
         torch.func.vmap(lambda row: op(row, w, None))(x)
+        torch.func.vmap(lambda row: row + op(x, w, None).sum())(x)  # and of what isn't mapped
         torch.func.grad(lambda x: op(x, w, None).sum())(x)
+        torch.func.grad(lambda v: op(x, w, None).sum() * v.sum())(w)
+        torch.func.jvp(lambda x: op(x, w, None), (x,), (x,))
         torch.jit.trace(lambda x: op(x, w, None), x, check_trace=False)
         assert set(ran) == {"eager"}
+        assert len(ran) == 7
         ran.clear()
         op(x, w, None)
         assert ran == ["two"]

@@ -296,6 +296,13 @@ def test_the_gradients_given_are_dense_expanded_and_transposed() -> None:
     assert strides == [(48, 1), (0, 1), (1, 31)]
 
 
+def test_a_gradient_lies_as_its_output_does_and_then_otherwise() -> None:
+    for output, turned in ((torch.empty(2, 3, 4), (12, 1, 3)), (torch.empty(2, 4, 3).mT, (12, 4, 1))):
+        assert cotangent(output, 0).stride() == output.stride()
+        assert cotangent(output, 1, "adversarial").stride() == (0, 0, 1)
+        assert cotangent(output, 2, "adversarial").stride() == turned
+
+
 def test_poison_fills_and_fences_what_is_new() -> None:
     with Poison() as poison:
         made = [torch.empty(3, 4), torch.empty_like(torch.ones(5)), torch.ones(2).new_empty(3)]

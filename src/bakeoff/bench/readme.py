@@ -14,6 +14,7 @@ import click
 
 from bakeoff.bench import results
 from bakeoff.bench.results import File, cell_of
+from bakeoff.bench.step import MODES
 from bakeoff.bench.suites import cells
 from bakeoff.select.contest import regimes_of
 
@@ -187,18 +188,18 @@ def _steps(file: File, name: str) -> str:
     env = file.env
     lines = [
         (
-            f"Whole training steps on {env.device}, torch {env.torch}, {env.date[:10]} "
+            f"Whole training steps on {env.device}, torch {env.torch} "
             f"(`bakeoff bench --suite step` wrote [{name}]({name})):"
         ),
         "",
-        *_header("step", "mode", "us a step", "bytes/s", "launches", "syncs", "peak MiB", "loss"),
+        *_header("step", "mode", "us a step", "bytes/s", "launches", "syncs", "peak MiB", "loss", "on"),
     ]
-    for row in file.rows:
+    for row in sorted(file.rows, key=lambda row: MODES.index(row["mode"])):
         mode = row["mode"] + (" (not captured)" if row.get("reason") else "")
         times = [f"{row['step_us']:,.0f}", f"{row['tokens_per_s']:,.0f}"]
         counts = [_count(row["launches"]), _count(row["syncs"])]
         peak = row["peak_bytes"]
-        last = ["-" if peak is None else f"{peak / 2**20:,.0f}", f"{row['loss']:.4f}"]
+        last = ["-" if peak is None else f"{peak / 2**20:,.0f}", f"{row['loss']:.4f}", row["date"][:10]]
         lines.append(f"| {' | '.join([_size(row), mode, *times, *counts, *last])} |")
     return "\n".join(lines)
 

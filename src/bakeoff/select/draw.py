@@ -35,16 +35,19 @@ def inputs(op: Op, case: Case, seed: int, kind: str = "normal") -> list[Any]:
 
 
 def cotangent(output: torch.Tensor, seed: int, kind: str = "normal") -> torch.Tensor:
-    """A ready-made gradient for `output`; adversarially an expanded (stride 0) or transposed one."""
+    """A ready-made gradient for `output`, in its layout as most that autograd brings; adversarially an
+    expanded (stride 0) one, or one whose last dimensions lie the other way round."""
     generator = torch.Generator(device=output.device).manual_seed(_APART + seed)
-    shape = output.shape
+    meta, shape = TensorMeta.of(output), output.shape
     if not (output.dtype.is_floating_point or output.dtype.is_complex):
         return torch.zeros_like(output)  # carries no gradient; only its shape and dtype are looked at
     if kind == "normal" or output.dim() < 2 or output.numel() == 0:
-        return _normal(TensorMeta.of(output), generator, str(output.device))
+        return _placed(_normal(meta, generator, str(output.device)), meta)
     if seed % 2:
         row = TensorMeta.dense(shape[-1:], output.dtype)
         return _normal(row, generator, str(output.device)).expand(shape)
+    if not output.is_contiguous():
+        return _normal(meta, generator, str(output.device))
     turned = TensorMeta.dense((*shape[:-2], shape[-1], shape[-2]), output.dtype)
     return _normal(turned, generator, str(output.device)).transpose(-1, -2)
 

@@ -31,6 +31,7 @@ process_memo: Memo = {}
 such contexts, so recomputation in backward selects as forward did."""
 
 _MOST_GUARDED = 4
+_has_grad, _is_deterministic = torch.is_grad_enabled, torch._C._get_deterministic_algorithms
 _SCALARS = frozenset({bool, float, int, str, type(None)})
 
 
@@ -54,8 +55,8 @@ def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
     """What runs this call by an earlier decision, or None."""
     decided = current()
     guarded = decided.get(op)
-    if guarded is not None:
-        mode = torch.is_grad_enabled(), torch._C._get_deterministic_algorithms()
+    if guarded is not None and forward_ad._current_level < 0:
+        mode = _has_grad(), _is_deterministic()
         for tensors, others, expected, check, call in guarded:
             # A set, because it compares by hash first: nobody asks a tensor whether it equals a number.
             if (mode, others(args)) in expected:
@@ -66,8 +67,11 @@ def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
                     if tensor.is_nested:  # it has no strides, for which check() ends the process
                         return None
                 else:
+                    # It compares dispatch keys, too: those of torch.func and torch.jit.trace are others.
                     if check(*given):
                         return call  # type: ignore[no-any-return]
+    if transformed():
+        return None
     found: Callable[..., Any] | None = decided.get(fingerprint(op, args))
     if found is not None and (guarded is None or len(guarded) < _MOST_GUARDED):
         _guard(decided, op, args, found)
@@ -82,7 +86,7 @@ def _guard(decided: Memo, op: object, args: Sequence[Any], call: Callable[..., A
         return  # guards take a tensor that is passed twice for another kind of call
     tensors, others = _picker(where), _picker([i for i in range(len(args)) if i not in where])
     check = _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    mode = torch.is_grad_enabled(), torch._C._get_deterministic_algorithms()
+    mode = _has_grad(), _is_deterministic()
     decided.setdefault(op, []).append((tensors, others, {(mode, others(args))}, check, call))
 
 
@@ -101,7 +105,7 @@ def fingerprint(op: object, args: Sequence[Any]) -> tuple[Any, ...]:
     unambiguous: six entries a tensor, of which the first is a class, and one for anything else. Raises
     RuntimeError for a tensor without a shape or strides.
     """
-    found = [op, torch.is_grad_enabled(), torch._C._get_deterministic_algorithms()]
+    found = [op, _has_grad(), _is_deterministic()]
     place: Any
     for a in args:
         kind = a.__class__

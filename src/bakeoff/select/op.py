@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.compiler import is_compiling
 
 from bakeoff.errors import PolicyError, Unsupported
 from bakeoff.select import hot
@@ -284,7 +285,7 @@ class Op:
 
         The hot path: a call of a kind that the current memo knows costs a microsecond.
         """
-        if impl is None and not torch.compiler.is_compiling() and not hot.transformed():
+        if impl is None and not is_compiling():
             try:
                 call = hot.known(self, args)
             except (TypeError, AttributeError, RuntimeError):
