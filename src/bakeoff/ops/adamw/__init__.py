@@ -191,7 +191,8 @@ def _alike(op: str, name: str, tensors: list[Tensor]) -> None:
 def _apart(name: str, tensors: list[Tensor]) -> None:
     """Raises for a tensor whose elements share memory, as an expanded one's do: it can't be updated."""
     for i, tensor in enumerate(tensors):
-        if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        spread = zip(tensor.stride(), tensor.shape, strict=True)
+        if not tensor.is_contiguous() and any(step == 0 and size > 1 for step, size in spread):
             raise ValueError(f"adamw_: {name}[{i}] is expanded: its elements share memory; pass a .clone()")
 
 
