@@ -150,6 +150,11 @@ class Cache:
         self.past = Past()
         self.attention = KeyValues(config.layers, config.max_seq_len)
 
+    @property
+    def rows(self) -> int | None:
+        """How many rows it holds; None while it is empty."""
+        return None if self.bytes is None else self.bytes.shape[0]
+
 
 def _filter(config: Config) -> Poles | Taps | WholeRow:
     D, length = config.d_model, config.max_seq_len
@@ -306,7 +311,7 @@ class ByteSpectralLM(Generates, HasRotaryTables):
         self._check_causal()
         check_kind("cache", cache, Cache)
         self._check(ids, cache.length)
-        check_cache(cache, self.config, ids, None if cache.bytes is None else cache.bytes.shape[0])
+        check_cache(cache, self.config, ids)
         logits = self._logits(ids, cache)
         cache.length += ids.shape[1]
         cache.attention.length = cache.length

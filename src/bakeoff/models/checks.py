@@ -52,14 +52,14 @@ def check_ids(name: str, ids: Tensor) -> None:
         raise ValueError(f"{name} have shape {tuple(ids.shape)}, no symbols: give at least one row of one")
 
 
-def check_cache(cache: Any, config: msgspec.Struct, ids: Tensor, rows: int | None) -> None:
-    """Raises ValueError unless `cache`, which holds `rows`, is for such a model and `ids` go on in it."""
+def check_cache(cache: Any, config: msgspec.Struct, ids: Tensor) -> None:
+    """Raises ValueError unless `cache` is for such a model, and empty or of as many rows as `ids`."""
     if cache.config is not config and cache.config != config:
         raise ValueError("cache was made for another model: use Cache(model.config)")
-    if rows is not None and rows != ids.shape[0]:
+    if cache.rows not in (None, ids.shape[0]):
         raise ValueError(
-            f"ids have {ids.shape[0]} rows, the cache {rows}: decode the same rows, or begin with a new "
-            f"Cache(model.config)"
+            f"ids have {ids.shape[0]} rows, the cache {cache.rows}: decode the same rows, or begin with a "
+            f"new Cache(model.config)"
         )
 
 

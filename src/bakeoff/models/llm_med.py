@@ -213,7 +213,7 @@ class LLMMed(Generates, HasRotaryTables):
         """Logits [B, T, V] of ids [B, T] that follow what `cache` holds; the cache then holds them, too."""
         check_kind("cache", cache, Cache)
         self._check(ids, cache.length)
-        check_cache(cache, self.config, ids, cache.rows)
+        check_cache(cache, self.config, ids)
         logits = self._logits(ids, cache)
         cache.length += ids.shape[1]
         return logits

@@ -15,7 +15,7 @@ from bakeoff.select.op import Candidate, Case, Op, TensorMeta, find_op
 from bakeoff.select.table import Found, differences
 from bakeoff.select.tune import note, recordings, settle
 
-__all__ = ["ASK", "Asked", "Choice", "able", "checked", "choose", "decide", "dispatch", "unsettled"]
+__all__ = ["ASK", "Asked", "Choice", "able", "checked", "choose", "decide", "dispatch"]
 
 log = logging.getLogger("bakeoff")
 _MOST_REMEMBERED = 4096
@@ -52,11 +52,11 @@ def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
         raise Asked(checked(op, args))
     if impl is not None:
         return _explicit(op, args, impl)
-    if torch._C._get_tracing_state() is not None:  # of torch.jit.trace, whose shapes are tensors
+    if hot.transformed():
+        if torch._C._get_tracing_state() is None:  # shapes are tensors in torch.jit.trace
+            checked(op, args)
         return op.incumbent.call(*args)
     case = checked(op, args)
-    if hot.transformed():
-        return op.incumbent.call(*args)
     wrapper = next((type(a) for a in args if isinstance(a, torch.Tensor) and _wraps(type(a))), None)
     if wrapper is not None:
         settings = policy.current()
@@ -85,7 +85,7 @@ def decide(op: Op, case: Case, where: tuple[Any, ...]) -> Callable[..., Any]:
     where a step is being recorded."""
     settings = policy.current()
     if note(op, case, settings.on(case.device)):
-        return choose(op, case, unsettled(settings)).candidate.call
+        return choose(op, case, policy.unsettled(settings)).candidate.call
     call = choose(op, case, settings).candidate.call
     if not recordings:  # a recording that began meanwhile must see the next such call
         decided = policy.memo(settings)
@@ -234,13 +234,6 @@ def _may_tune(case: Case, regime: str) -> bool:
     return torch._C._current_graph_task_id() == -1
 
 
-def unsettled(settings: policy.Settings) -> policy.Settings:
-    """`settings` for a call that must neither hold a contest nor fail for want of one."""
-    if settings.policy in ("tune", "strict"):
-        return msgspec.structs.replace(settings, policy="table")
-    return settings
-
-
 def _traced(op: Op, args: Sequence[Any], impl: str | None) -> Any:
     """Inside torch.compile: the decision is a constant, read from the table without touching row counts."""
     from torch._dynamo.comptime import comptime  # here, because it brings all of torch._dynamo
@@ -345,7 +338,7 @@ def _constant_choice(
             chosen = able(op, case, impl, "compiled")
         else:
             if note(op, case, "compiled"):
-                settings = unsettled(settings)
+                settings = policy.unsettled(settings)
             chosen = choose(op, case, settings).candidate
     except (PolicyError, Unsupported) as error:
         return "", type(error).__name__, str(error)

@@ -10,7 +10,7 @@ import torch
 
 from bakeoff import hardware
 from bakeoff.select import policy
-from bakeoff.select.dispatch import ASK, Asked, checked, choose, unsettled
+from bakeoff.select.dispatch import ASK, Asked, checked, choose
 from bakeoff.select.key import key
 from bakeoff.select.op import Case, Op, find_op
 from bakeoff.select.tune import recording
@@ -113,7 +113,7 @@ def choices(step: Callable[[], object]) -> set[tuple[str, str]]:
     """Every (op, candidate) that step() runs; nothing is tuned meanwhile."""
     with recording() as recorded:
         step()
-    settings = unsettled(policy.current())
+    settings = policy.unsettled(policy.current())
     return {(op.name, choose(op, case, settings).candidate.name) for op, case in recorded.values()}
 
 

@@ -1,8 +1,8 @@
 """The hot path: from a call that has been seen before to the candidate chosen for it.
 
-A call is recognised by its fingerprint, looked up in a memo. Since building that takes a microsecond or two,
-the memo also keeps, per op, its first few kinds of calls as PyTorch's own compiled guards, which compare a
-tensor's metadata in some 60 ns; what they don't recognise goes by its fingerprint.
+A call is recognised by its fingerprint, looked up in a memo. Since building that takes longer than comparing,
+the memo also keeps, per op, its first few kinds of calls as PyTorch's own compiled guards; what they don't
+recognise goes by its fingerprint.
 """
 
 from collections.abc import Callable, Sequence

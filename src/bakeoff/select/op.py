@@ -283,7 +283,7 @@ class Op:
     def __call__(self, *args: Any, impl: str | None = None) -> Any:
         """Run the candidate selected for these arguments, or `impl`.
 
-        The hot path: a call of a kind that the current memo knows costs a microsecond.
+        The hot path: a call of a kind that the current memo knows is only looked up.
         """
         if impl is None and not is_compiling():
             try:

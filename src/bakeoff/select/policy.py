@@ -16,7 +16,7 @@ from bakeoff.select.key import REGIMES
 from bakeoff.select.op import find_op
 from bakeoff.select.table import Store, Table, read
 
-__all__ = ["POLICIES", "Settings", "configure", "current", "forget", "store", "untuned", "using"]
+__all__ = ["POLICIES", "Settings", "configure", "current", "forget", "store", "unsettled", "untuned", "using"]
 
 POLICIES = ("off", "heuristic", "table", "tune", "pinned", "strict")
 
@@ -93,11 +93,18 @@ def using(policy: str | None = None, *, regime: str | None = None, **overrides: 
         _follow()
 
 
+def unsettled(settings: Settings) -> Settings:
+    """`settings` for a call that must neither hold a contest nor fail for want of one."""
+    if settings.policy in ("tune", "strict"):
+        return msgspec.structs.replace(settings, policy="table")
+    return settings
+
+
 @contextlib.contextmanager
 def untuned() -> Iterator[None]:
-    """Inside, calls are of shapes that nobody tunes: verdicts where there are some, and a miss is neither a
-    contest nor an error."""
-    with using("table" if current().policy in ("tune", "strict") else None):
+    """Inside, calls are of shapes that nobody tunes: see `unsettled`."""
+    changed = unsettled(current()).policy
+    with using(None if changed == current().policy else changed):
         yield
 
 
