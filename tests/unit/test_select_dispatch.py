@@ -135,14 +135,17 @@ def test_whatever_selection_depends_on_is_in_the_fingerprint(op: Op, slow_path: 
         op(a, b, None)
         op(a, b, None)
         assert slow_path.count == count
+    count = slow_path.count
     with torch.no_grad():
-        op(x, w, None)
-    assert slow_path.count == len(others) + 2
+        op(x, others[-1][1], None)
+    assert slow_path.count == count + 1
     torch.use_deterministic_algorithms(True)
     op(x, w, None)
-    assert slow_path.count == len(others) + 3
-    op(x, w, "flag")
-    assert slow_path.count == len(others) + 4
+    assert slow_path.count == count + 2
+    for more, flag in enumerate(("flag", True, 1, 1.0), start=3):
+        for _ in range(3):
+            op(x, w, flag)
+        assert slow_path.count == count + more
 
 
 def test_kinds_of_calls_seen_twice_need_no_fingerprint(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,9 +322,9 @@ def test_third_parties_compete_only_when_asked_for() -> None:
 
 def test_the_worker_loads_beside_the_first_step_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
-    monkeypatch.setattr(module.Worker, "start", lambda self: started.append("worker"))
+    monkeypatch.setattr(module.Worker, "start", lambda self, device: started.append(f"worker for {device}"))
     tune(lambda: started.append("step"), 1.0)
-    assert started == ["worker", "step"]
+    assert started == ["worker for cpu", "step"]
     started.clear()
     policy.store.path("cpu").parent.mkdir(parents=True, exist_ok=True)
     policy.store.path("cpu").write_text("{}")

@@ -7,7 +7,6 @@ recognise goes by its fingerprint.
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ except ImportError:  # a private name: without it every call goes by its fingerp
 __all__ = ["Memo", "current", "fingerprint", "known", "memo", "process_memo", "transformed"]
 
 Memo = dict[Any, Any]
-"""Candidates' callables by fingerprint, and by op the list of its guarded kinds of calls."""
+"""Candidates' callables by fingerprint, and by op its guards: functions of a call's arguments that return
+the callable where the call is of their kind."""
 
 memo: ContextVar[Memo | None] = ContextVar("bakeoff_memo", default=None)
 """Decisions made under the settings this context entered; None where it entered none of its own."""
@@ -53,64 +53,69 @@ def transformed() -> bool:
 
 def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
     """What runs this call by an earlier decision, or None."""
-    decided = current()
-    guarded = decided.get(op)
-    if guarded is not None and forward_ad._current_level < 0:
-        mode = _has_grad(), _is_deterministic()
-        for tensors, others, expected, check, call in guarded:
-            # A set, because it compares by hash first: nobody asks a tensor whether it equals a number.
-            if (mode, others(args)) in expected:
-                given = tensors(args)
-                for tensor in given:
-                    if tensor.__class__ in _SCALARS:  # None, say, in an optional tensor's place
-                        break
-                    if tensor.is_nested:  # it has no strides, for which check() ends the process
-                        return None
-                else:
-                    # It compares dispatch keys, too: those of torch.func and torch.jit.trace are others.
-                    if check(*given):
-                        return call  # type: ignore[no-any-return]
+    decided = memo.get()
+    if decided is None:
+        decided = process_memo
+    guards = decided.get(op)
+    if guards is not None and forward_ad._current_level < 0:
+        for guard in guards:
+            call = guard(args)
+            if call is not None:
+                return call  # type: ignore[no-any-return]
     if transformed():
         return None
     found: Callable[..., Any] | None = decided.get(fingerprint(op, args))
-    if found is not None and (guarded is None or len(guarded) < _MOST_GUARDED):
-        _guard(decided, op, args, found)
+    if found is not None and (guards is None or len(guards) < _MOST_GUARDED):
+        guard = _guard(args, found)
+        if guard is not None:
+            decided.setdefault(op, []).append(guard)
     return found
 
 
-def _guard(decided: Memo, op: object, args: Sequence[Any], call: Callable[..., Any]) -> None:
-    """Recognise calls like this one by compiled guards from now on."""
-    where = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
-    given = [args[i] for i in where]
-    if _Guards is None or len({id(t) for t in given}) < len(given):
-        return  # guards take a tensor that is passed twice for another kind of call
-    tensors, others = _picker(where), _picker([i for i in range(len(args)) if i not in where])
-    check = _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    mode = _has_grad(), _is_deterministic()
-    decided.setdefault(op, []).append((tensors, others, {(mode, others(args))}, check, call))
+def _guard(args: Sequence[Any], call: Callable[..., Any]) -> Callable[[Sequence[Any]], Any] | None:
+    """A function of a call's arguments that returns `call` if they are of the kind of `args`, else None.
 
-
-def _picker(where: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Takes these positions of a sequence, as a tuple."""
-    if len(where) > 1:
-        return itemgetter(*where)
-    return lambda args: tuple([args[i] for i in where])
+    It is written out for them, since a loop over arguments takes longer than comparing them. PyTorch's guards
+    compare dispatch keys, too: those of torch.func and torch.jit.trace are others.
+    """
+    given = {f"a{i}": a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
+    if _Guards is None or len({id(tensor) for tensor in given.values()}) < len(given):
+        return None  # guards take a tensor that is passed twice for another kind of call
+    check = _Guards(*given.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    names: dict[str, Any] = {"call": call, "check": check}
+    names |= {"has_grad": _has_grad, "is_deterministic": _is_deterministic}
+    conditions = [f"is_deterministic() is {_is_deterministic()}"]
+    if any(tensor.requires_grad for tensor in given.values()):
+        conditions.append(f"has_grad() is {_has_grad()}")
+    for i, a in enumerate(args):
+        names |= {f"class{i}": a.__class__, f"value{i}": None if f"a{i}" in given else a}
+        if f"a{i}" in given:  # a nested one has no strides, for which check() ends the process
+            conditions.append(f"a{i}.__class__ is class{i} and not a{i}.is_nested")
+        elif a is None or isinstance(a, bool):
+            conditions.append(f"a{i} is value{i}")
+        else:  # the class first: no tensor is asked whether it equals a number
+            conditions.append(f"a{i}.__class__ is class{i} and a{i} == value{i}")
+    conditions.append(f"check({', '.join(given)})")
+    arguments = "".join(f"a{i}, " for i in range(len(args)))
+    # Names, numbers and words of this function's own; the call's values are bound to names.
+    exec(f"def guard(args):\n {arguments}= args\n if {' and '.join(conditions)}: return call", names)  # noqa: S102
+    return names["guard"]  # type: ignore[no-any-return]
 
 
 def fingerprint(op: object, args: Sequence[Any]) -> tuple[Any, ...]:
     """Everything a selection for `op` may depend on, exactly, as a hashable tuple; reads metadata only.
 
     Two calls with one fingerprint get one decision. The class is part of it, so that a tensor subclass
-    never inherits a plain tensor's decision. Flat, because that is faster than nested tuples, and still
-    unambiguous: six entries a tensor, of which the first is a class, and one for anything else. Raises
-    RuntimeError for a tensor without a shape or strides.
+    never inherits a plain tensor's decision, nor 1 that of True. Flat, because that is faster than nested
+    tuples, and still unambiguous: six entries a tensor, two for anything else, of which the first is a class.
+    Raises RuntimeError for a tensor without a shape or strides.
     """
     found = [op, _has_grad(), _is_deterministic()]
     place: Any
     for a in args:
         kind = a.__class__
         if kind in _SCALARS or not isinstance(a, torch.Tensor):
-            found.append(a)
+            found += (kind, a)
         else:
             place = a.get_device()
             if place < 0 and (not a.is_cpu or a.is_mkldnn):  # meta tensors have the CPU's number

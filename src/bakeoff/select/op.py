@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from bakeoff.errors import PolicyError, Unsupported
 from bakeoff.select import hot
@@ -285,7 +285,7 @@ class Op:
 
         The hot path: a call of a kind that the current memo knows is only looked up.
         """
-        if impl is None and not is_compiling():
+        if impl is None and not is_dynamo_compiling():
             try:
                 call = hot.known(self, args)
             except (TypeError, AttributeError, RuntimeError):

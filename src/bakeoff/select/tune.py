@@ -105,7 +105,8 @@ def tune(
     retrace = False
     with Worker(announce=announce) as worker:
         if budget_s > 0 and not _tables():
-            worker.start()  # nothing is known yet: contests are certain, and the worker loads beside the step
+            # Nothing is known yet: contests are certain, and the worker loads beside the step.
+            worker.start(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu")
         with recording() as recorded:
             step()
         deadline = time.monotonic() + budget_s

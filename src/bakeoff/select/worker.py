@@ -6,6 +6,7 @@ and a new worker holds the contest again without it.
 """
 
 import contextlib
+import importlib
 import os
 import queue
 import signal
@@ -164,8 +165,9 @@ class Worker:
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
 
-    def start(self) -> None:
-        """Make sure that a process is there. Started ahead of its first contest, it loads meanwhile."""
+    def start(self, ahead_for: str = "") -> None:
+        """Make sure that a process is there. Started ahead of its first contest, it loads meanwhile what
+        contests on this device need."""
         if self.process is not None and self.process.poll() is not None:
             self.close()
         if self.process is not None:
@@ -178,7 +180,7 @@ class Worker:
         with _signals_later():
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "bakeoff.select.worker", str(writer)],
+                    [sys.executable, "-m", "bakeoff.select.worker", str(writer), ahead_for],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
@@ -263,8 +265,9 @@ def _decode(kind: type, value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-def main(descriptor: int) -> None:
-    """The worker's side: hold one contest per request line until the parent closes its end."""
+def main(descriptor: int, ahead_for: str) -> None:
+    """The worker's side: hold one contest per request line until the parent closes its end. It loads
+    `ahead_for` a device."""
     requests: queue.Queue[bytes] = queue.Queue()
 
     def read() -> None:
@@ -273,6 +276,8 @@ def main(descriptor: int) -> None:
         os._exit(0)  # the parent is gone, also in the middle of a hanging kernel
 
     threading.Thread(target=read, daemon=True).start()
+    if ahead_for:
+        _load(ahead_for)
     with open(descriptor, "wb", buffering=0) as out:
 
         def say(answer: Answer) -> None:
@@ -309,5 +314,19 @@ def main(descriptor: int) -> None:
                 os._exit(1)
 
 
+def _load(device: str) -> None:
+    """Load what the first contest on `device` would load; what fails, it will meet again and say."""
+
+    def touch() -> None:
+        with contextlib.suppress(Exception):
+            torch.zeros(1, device=device)
+
+    context = threading.Thread(target=touch)
+    context.start()
+    with contextlib.suppress(Exception):
+        importlib.import_module("torch._inductor.compile_fx")  # takes seconds, at torch.compile's first call
+    context.join()
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bakeoff import cuda
 from bakeoff.ops.long_conv.direct import DATA, KERNELS, Direct, Launch, filters
-from bakeoff.ops.long_conv.rows import channels_last, room_like
+from bakeoff.ops.long_conv.rows import channels_last, room_like, rows
 from bakeoff.ops.long_conv.run import Arguments, Gradients, Method
 
 __all__ = ["SOURCE", "DirectMajor", "EitherLayout", "Tiling", "lanes", "options", "tiling"]
@@ -175,8 +175,9 @@ def _in_rows(u: Tensor) -> bool:
 
 def _readable(x: Tensor) -> Tensor:
     """x with positions side by side and steps that fit into C's int; a copy if need be."""
-    fits = x.stride(1) == 1 and max(x.stride(0), x.stride(2)) < 1 << 31
-    return x if fits else x.mT.contiguous().mT
+    if x.stride(1) != 1:
+        return rows(x).mT[:, : x.shape[1]]
+    return x if max(x.stride(0), x.stride(2)) < 1 << 31 else x.mT.contiguous().mT
 
 
 def _aligned(x: Tensor) -> bool:

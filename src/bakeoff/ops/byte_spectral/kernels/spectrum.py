@@ -138,6 +138,12 @@ def _ratio(a, b, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _log_of_more(x, SPLIT: tl.constexpr):
+    """log(1 + x), as exactly as SPLIT parts are."""
+    return tl.log(1.0 + x) if SPLIT == 2 else tl.log(1.0 + x.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
 def _features(
     spectrum, BT: tl.constexpr, BJ: tl.constexpr, FEATURES: tl.constexpr, EPS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -149,9 +155,7 @@ def _features(
         re, im = _parts(spectrum, BT, BJ)
         power = re * re + im * im
         found = _ratio(power, _root(power + EPS, SPLIT) + EPS**0.5, SPLIT)
-        if FEATURES == "log" and SPLIT == 2:
-            found = tl.where(found < 1e-3, found * (1 - found * 0.5), tl.log(1.0 + found))
-        elif FEATURES == "log":  # a series where 1 + magnitude would drop digits
+        if FEATURES == "log":  # a series where 1 + magnitude would drop digits
             series = found * (1 - found * (0.5 - found * (1 / 3)))
-            found = tl.where(found < 1e-3, series, tl.log(1.0 + found.to(tl.float64)).to(tl.float32))
+            found = tl.where(found < 1e-3, series, _log_of_more(found, SPLIT))
     return found
