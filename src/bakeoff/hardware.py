@@ -1,5 +1,6 @@
 """Device facts and measured ceilings."""
 
+import contextlib
 import functools
 import os
 import platform
@@ -163,12 +164,15 @@ def _best(call: object, device: str, repeats: int = 5) -> float:
 
 
 def _strangers() -> int:
-    """Compute processes on the GPUs other than this one and the one that started it."""
+    """Compute processes on the GPUs other than this one, the one that started it, and that one's others."""
     listed = _nvidia_smi("--query-compute-apps=pid").split()
     pids = {int(pid) for pid in listed if pid.isdigit()}
     own = {os.getpid(), os.getppid()}
-    # In a container the listed numbers are the host's; then two processes may be ours.
-    return len(pids - own) if pids & own else max(0, len(pids) - 2)
+    for path in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            own |= {*map(int, path.read_text().split())}
+    # In a container the listed numbers are the host's; then as many processes may be ours.
+    return len(pids - own) if pids & own else max(0, len(pids) - len(own))
 
 
 @functools.cache

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from bakeoff.bench import contests, published, regret
+from bakeoff.bench import published
 from bakeoff.bench.results import Env
-from bakeoff.select import Case, Op, Verdict, find_op
+from bakeoff.select import Case, Op, Verdict, find_op, side_by_side
 from bakeoff.select.key import key
 from tests.unit.verdicts import DATE, made
 
@@ -31,10 +31,21 @@ class FakeWorker:
         self.announce = announce
 
     def contest(
-        self, op: Op, case: Case, regimes: tuple[str, ...], budget_s: float, for_the_record: bool = False
+        self,
+        op: Op,
+        case: Case,
+        regimes: tuple[str, ...],
+        budget_s: float,
+        skip: object = None,
+        for_the_record: bool = False,
+        ready: Callable[[], None] = lambda: None,
     ) -> list[Verdict]:
-        type(self).held.append(key(op, case, regimes[0] if regimes else "ahead"))
+        ready()
+        type(self).held.append(key(op, case, regimes[0]))
         return [self.answer(op, case, regime) for regime in regimes]
+
+    def close(self) -> None:
+        """Nothing to end."""
 
     def __enter__(self) -> "FakeWorker":
         return self
@@ -58,7 +69,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
 
     Mine.held = []
 
-    for module in (contests, published, regret):
+    for module in (published, side_by_side):
         monkeypatch.setattr(module, "Worker", Mine)
     return Mine
 

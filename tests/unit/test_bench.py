@@ -1,6 +1,5 @@
 """The benchmark: its cells, its files, and the published helpers."""
 
-import contextlib
 import json
 import math
 import os
@@ -27,6 +26,7 @@ from bakeoff.select import Case, Explanation, Op, TensorMeta, Verdict, find_op
 from bakeoff.select.key import key, layout
 from bakeoff.select.op import resolve
 from bakeoff.select.render import selection_table
+from bakeoff.select.side_by_side import Workers
 from tests.unit.benches import ONE, STEP, FakeWorker, environment
 from tests.unit.benches import rms_norm as rms_norm
 from tests.unit.benches import worker as worker
@@ -179,32 +179,32 @@ def test_every_cell_is_on_disk_at_once(worker: type[FakeWorker], rms_norm: Op, t
     assert len({results.cell_of(row) for row in file.rows}) * 6 == len(file.rows)
 
 
-def test_code_is_compiled_ahead_for_every_cell_once(
-    worker: type[FakeWorker], rms_norm: Op, tmp_path: Path
+def test_several_contests_at_a_time_are_those_of_one_at_a_time(
+    worker: type[FakeWorker], rms_norm: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[str] = []
-    contests.run_ops([rms_norm], "cpu", tmp_path / "ops.json", jobs=3, announce=heard.append)
-    count = len(list(cells(rms_norm, "cpu")))
-    ahead, after = worker.held[:count], worker.held[count:]
-    assert sorted(ahead) == sorted(name.replace(" eager", " ahead") for name in after)
-    assert f"compiled for {count} of {count} cells" in heard
+    rounds: list[int] = []
+    hold = Workers.hold
+
+    def counting(self: Workers, wanted: Any) -> Any:
+        rounds.append(len(wanted))
+        return hold(self, wanted)
+
+    monkeypatch.setattr(Workers, "hold", counting)
+    heard: list[Cell] = []
+    grid = list(cells(rms_norm, "cpu"))
+    out = tmp_path / "ops.json"
+    contests.run_ops([rms_norm], "cpu", out, jobs=3, hear=lambda cell, *_: heard.append(cell))
+    assert [cell.case.name for cell in heard] == [cell.case.name for cell in grid]
+    assert sum(rounds) == len(grid)
+    assert rounds[0] == 3
+    contests.run_ops([rms_norm], "cpu", tmp_path / "one.json")
+    places = [
+        [results.cell_of(row) for row in results.read(path).rows] for path in (out, tmp_path / "one.json")
+    ]
+    assert places[0] == places[1]
     worker.held.clear()
-    contests.run_ops([rms_norm], "cpu", tmp_path / "ops.json", jobs=3, resume=True)
+    contests.run_ops([rms_norm], "cpu", out, jobs=3, resume=True)
     assert not worker.held
-
-
-@pytest.mark.parametrize(
-    ("error", "ends"), [(ContestError("no memory"), False), (OSError("no process"), True)]
-)
-def test_of_what_fails_ahead_a_contest_says_its_own(
-    error: Exception, ends: bool, worker: type[FakeWorker], rms_norm: Op, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(worker, "contest", fails)
-    with pytest.raises(OSError, match="no process") if ends else contextlib.nullcontext():
-        contests.compile_ahead(list(cells(rms_norm, "cpu")), 2, lambda text: None)
 
 
 def test_resume_measures_changed_sources_again(

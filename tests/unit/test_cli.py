@@ -21,7 +21,7 @@ from bakeoff.bench.notation import read_case, split_key, write_case
 from bakeoff.bench.suites import cells
 from bakeoff.cli import main
 from bakeoff.errors import BakeoffError, ContestError
-from bakeoff.select import Case, Op, Verdict, find_op, policy, registry
+from bakeoff.select import Case, Op, Verdict, find_op, policy, registry, side_by_side
 from bakeoff.select.key import key
 from bakeoff.select.table import Table, read, write
 from tests.unit.benches import FakeWorker
@@ -350,7 +350,7 @@ def test_explain_says_why_its_contest_left_no_verdict(monkeypatch: pytest.Monkey
             return FakeWorker.answer(op, case, regime)
 
     Starved.held = []
-    monkeypatch.setattr(sys.modules["bakeoff.select.tune"], "Worker", Starved)
+    monkeypatch.setattr(side_by_side, "Worker", Starved)
     done = cli("explain", "rms_norm", "x=fp32[4,8]", "--device", "cpu", "--tune")
     assert done.exit_code == 1
     assert "Error: --tune left no verdict" in done.stderr

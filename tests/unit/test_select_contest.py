@@ -142,10 +142,9 @@ def test_running_out_of_memory_drops_the_candidate() -> None:
     assert verdict.winner == "eager"
 
 
-@pytest.mark.parametrize("regimes", [None, ()])
-def test_no_memory_for_the_contest_itself_is_a_contest_error(regimes: tuple[str, ...] | None) -> None:
+def test_no_memory_for_the_contest_itself_is_a_contest_error() -> None:
     with pytest.raises(ContestError, match=r"not enough GPU memory to hold a contest for zoo_full\("):
-        contest(zoo.GPU_FULL, zoo.case(), regimes, budget_s=0.01)
+        contest(zoo.GPU_FULL, zoo.case(), budget_s=0.01)
 
 
 def test_a_lost_device_is_not_a_mere_rejection() -> None:
@@ -269,10 +268,3 @@ def test_a_reason_is_more_than_its_heading() -> None:
     (verdict,) = contest(zoo.op(Candidate("fails", fails)), zoo.case(), budget_s=0.01)
     reason = verdict.trials[1].rejected
     assert reason == "RuntimeError: backend='inductor' raised: CppCompileError: no linker"
-
-
-def test_without_regimes_a_contest_verifies_and_measures_nothing() -> None:
-    heard: list[str] = []
-    assert contest(zoo.op(Candidate("good", zoo.eager)), zoo.case(), (), announce=heard.append) == []
-    assert "good: compile and verify" in heard
-    assert not [stage for stage in heard if "measure" in stage]

@@ -16,8 +16,8 @@ from bakeoff.select import policy
 from bakeoff.select.key import key
 from bakeoff.select.op import Candidate, Op
 from bakeoff.select.policy import using
+from bakeoff.select.side_by_side import Outcome, Wanted
 from bakeoff.select.tune import TuneReport, recordings, tune
-from bakeoff.select.verdict import Verdict
 from tests.unit import test_select_policy as toys
 from tests.unit import zoo
 from tests.unit.verdicts import no_verdicts
@@ -47,13 +47,14 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Contests that "two" wins without being run; the keys they were held for."""
     keys: list[str] = []
 
-    def hold(
-        op: Op, case: Any, regimes: tuple[str, ...], worker: object, budget_s: float, peers: bool
-    ) -> list[Verdict]:
-        keys.extend(key(op, case, regime) for regime in regimes)
-        made = [toys.verdict(op, "two", rows=case.x.shape[0], regime=regime) for regime in regimes]
-        policy.store.add(made, case.device)
-        return made
+    def hold(wanted: list[Wanted], workers: object) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for op, case, regimes, *_ in wanted:
+            keys.extend(key(op, case, regime) for regime in regimes)
+            made = [toys.verdict(op, "two", rows=case.x.shape[0], regime=regime) for regime in regimes]
+            policy.store.add(made, case.device)
+            outcomes.append(made)
+        return outcomes
 
     monkeypatch.setattr(module, "_hold", hold)
     return keys
@@ -69,7 +70,7 @@ def test_a_contest_that_would_end_well_beyond_the_budget_is_not_begun(
     now = 0.0
     hold = module._hold
 
-    def slowly(*args: Any) -> list[Verdict]:
+    def slowly(*args: Any) -> list[Outcome]:
         nonlocal now
         now += 10.0
         return hold(*args)  # type: ignore[no-any-return]
@@ -208,10 +209,11 @@ def test_a_long_step_does_not_eat_the_budget(
 
 
 def test_a_contest_that_fails_is_listed_and_the_next_is_held(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hold(op: Op, case: Any, *_: Any) -> list[Verdict]:
-        if case.x.shape[0] == 4:
-            raise ContestError("the incumbent fails")
-        return [toys.verdict(op, "two", rows=5)]
+    def hold(wanted: list[Wanted], workers: object) -> list[Outcome]:
+        (one,) = wanted
+        if one.case.x.shape[0] == 4:
+            return [ContestError("the incumbent fails")]
+        return [[toys.verdict(op, "two", rows=5)]]
 
     monkeypatch.setattr(module, "_hold", hold)
     report = tune(lambda: (call(op, 4), call(op, 5)), 30.0)
@@ -271,9 +273,9 @@ def test_compiled_regions_are_settled_and_compiled_anew(op: Op, held: list[str])
 def test_the_tune_policy_gives_a_failing_contest_one_try(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
-    def hold(*_: Any, peers: bool) -> list[Verdict]:
+    def hold(*_: Any) -> list[Outcome]:
         tries.append(1)
-        raise ContestError("no")
+        return [ContestError("no")]
 
     monkeypatch.setattr(module, "_hold", hold)
     with using("tune"):
@@ -300,6 +302,29 @@ def test_a_real_contest_of_an_importable_op_and_of_one_from_a_script() -> None:
     assert all(v.key.endswith("cpu eager") and "'" in v.key for v in report.verdicts)
 
 
+def test_contests_of_one_step_are_held_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only this process knows is held alone."""
+    script = zoo.op(zoo.GOOD, name="zoo_script")
+    rounds: list[list[str]] = []
+
+    def hold(wanted: list[Wanted], workers: object) -> list[Outcome]:
+        rounds.append([f"{one.op.name} {one.case.x.shape[0]}" for one in wanted])
+        return [ContestError("not now") for _ in wanted]
+
+    monkeypatch.setattr(module, "_hold", hold)
+    with zoo.registered(script, zoo.CALM):
+        report = tune(
+            lambda: [
+                call(op, rows)
+                for op, rows in [*((zoo.CALM, n) for n in (3, 4, 5)), (script, 6), (zoo.CALM, 7)]
+            ],
+            30.0,
+            jobs=2,
+        )
+    assert rounds == [["zoo_calm 3", "zoo_calm 4"], ["zoo_calm 5"], ["zoo_script 6"], ["zoo_calm 7"]]
+    assert len(report.unsettled) == 5
+
+
 def test_third_parties_compete_only_when_asked_for() -> None:
     made = zoo.with_candidates(zoo.CALM, zoo.GOOD, Candidate("peer", zoo.good, requires=("click",)))
     x, w = torch.randn(16, 8), torch.randn(8)
@@ -322,9 +347,9 @@ def test_third_parties_compete_only_when_asked_for() -> None:
 
 def test_the_worker_loads_beside_the_first_step_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
-    monkeypatch.setattr(module.Worker, "start", lambda self, device: started.append(f"worker for {device}"))
-    tune(lambda: started.append("step"), 1.0)
-    assert started == ["worker for cpu", "step"]
+    monkeypatch.setattr(module.Workers, "start", lambda self: started.append(f"{self.jobs} workers"))
+    tune(lambda: started.append("step"), 1.0, jobs=3)
+    assert started == ["3 workers", "step"]
     started.clear()
     policy.store.path("cpu").parent.mkdir(parents=True, exist_ok=True)
     policy.store.path("cpu").write_text("{}")

@@ -138,15 +138,6 @@ def test_an_op_that_cannot_be_imported_is_refused(worker: Worker) -> None:
     assert resolve(home_of(zoo.CALM) or "") is zoo.CALM
 
 
-def test_a_worker_started_ahead_loads_what_a_contest_needs() -> None:
-    with Worker() as worker:
-        worker.start("cpu")
-        process = worker.process
-        verdicts = worker.contest(zoo.CALM, zoo.case(), ("eager",), 0.01)
-        assert worker.process is process
-        assert verdicts[0].winner in zoo.CALM.by_name
-
-
 def test_a_worker_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     before = descriptors()

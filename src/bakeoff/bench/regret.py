@@ -17,7 +17,7 @@ import torch
 
 from bakeoff import hardware
 from bakeoff.bench import results, starts
-from bakeoff.bench.contests import compile_ahead, known
+from bakeoff.bench.contests import known
 from bakeoff.bench.results import Env, File, Row, keep, open_file
 from bakeoff.bench.suites import Cell, cells, shrunk
 from bakeoff.errors import ContestError
@@ -26,7 +26,7 @@ from bakeoff.select.contest import regimes_of, timers_for
 from bakeoff.select.draw import inputs
 from bakeoff.select.key import key
 from bakeoff.select.measure import Timing, input_sets, interleave, work
-from bakeoff.select.worker import Worker
+from bakeoff.select.side_by_side import Wanted, Workers
 
 __all__ = ["SelectionRow", "overhead_us", "regret_rows", "run_selection", "summary"]
 
@@ -57,7 +57,7 @@ def run_selection(
     text: str = "",
     budget_s: float = 2.0,
     resume: bool = False,
-    jobs: int = 0,
+    jobs: int = 1,
     tuning: bool = True,
     hear: Hear = lambda rows, reason: None,
     announce: Callable[[str], None] = lambda stage: None,
@@ -66,8 +66,8 @@ def run_selection(
     takes to tune the small LLM-Med from nothing and to start with its table; write each to `out` at once.
 
     The decision on a case that is its bucket's representative is read from ops.json beside `out`, where suite
-    "ops" has left it; for the others a contest is held. With `resume`, what `out` holds already is left out;
-    `jobs` processes compile for all cells first.
+    "ops" has left it; for the others contests are held, `jobs` at a time. With `resume`, what `out` holds
+    already is left out.
 
     Raises:
         ResultsError: a file can't be read or written, or belongs to another machine or other versions.
@@ -76,20 +76,22 @@ def run_selection(
     file = open_file(out, env)
     contests = open_file(out.with_name("ops.json"), env)
 
-    def there(cell: Cell) -> bool:
-        return resume and bool(known(file, cell, regimes_of(cell.case)))
-
-    ahead = [cell for op in ops for cell in cells(op, device, text) if not there(cell)]
-    compile_ahead(ahead, jobs, announce)
-    with Worker(announce=announce) as worker:
+    with Workers(jobs, announce) as workers:
         for op in ops:
-            for cell in cells(op, device, text):
-                if there(cell):
-                    continue
-                announce(f"{op.name} {cell.case.name}, {cell.direction}")
-                rows, reason = _settled(cell, contests, worker, budget_s)
-                file = _stored(out, env, rows)
-                hear(rows, reason)
+            wanted = [
+                cell
+                for cell in cells(op, device, text)
+                if not (resume and known(file, cell, regimes_of(cell.case)))
+            ]
+            while wanted:
+                together, wanted = wanted[: workers.jobs], wanted[workers.jobs :]
+                for cell, decided in zip(
+                    together, _decided(together, contests, workers, budget_s), strict=True
+                ):
+                    announce(f"{op.name} {cell.case.name}, {cell.direction}")
+                    rows, reason = _settled(cell, decided, budget_s)
+                    file = _stored(out, env, rows)
+                    hear(rows, reason)
             if resume and _knows_host(file, op, device):
                 continue
             announce(f"{op.name}: host time and overhead of a call")
@@ -109,10 +111,14 @@ def _knows_host(file: File, op: Op, device: str) -> bool:
     return {row["candidate"] for row in held} == set(op.by_name) and all(map(results.current, held))
 
 
-def _settled(cell: Cell, contests: File, worker: Worker, budget_s: float) -> tuple[list[SelectionRow], str]:
+def _settled(
+    cell: Cell, decided: list[Row] | ContestError, budget_s: float
+) -> tuple[list[SelectionRow], str]:
+    """The rows of a cell; or of why there are none, and that."""
     regimes = regimes_of(cell.case)
     try:
-        decided = _decided(cell, regimes, contests, worker, budget_s)
+        if isinstance(decided, ContestError):
+            raise decided
         found = []
         for regime in regimes:
             found += regret_rows(cell, [row for row in decided if row.regime == regime], budget_s)
@@ -124,16 +130,27 @@ def _settled(cell: Cell, contests: File, worker: Worker, budget_s: float) -> tup
 
 
 def _decided(
-    cell: Cell, regimes: tuple[str, ...], contests: File, worker: Worker, budget_s: float
-) -> list[Row]:
-    """What the contest at the bucket's representative found, a row per regime and candidate."""
-    op = find_op(cell.op.name)
-    own = all(key(op, cell.case, regime) == key(cell.op, cell.case, regime) for regime in regimes)
-    rows = known(contests, cell, regimes) if own else []
-    if not rows:
-        verdicts = worker.contest(op, op.bucket(cell.case), regimes, budget_s)
-        rows = [row for verdict in verdicts for row in results.rows_of_verdict(cell, verdict)]
-    return rows
+    together: Sequence[Cell], contests: File, workers: Workers, budget_s: float
+) -> list[list[Row] | ContestError]:
+    """What the contest at each cell's representative found, a row per regime and candidate, or why there was
+    none."""
+    found: dict[int, list[Row] | ContestError] = {}
+    open_: dict[int, Wanted] = {}
+    for i, cell in enumerate(together):
+        op, regimes = find_op(cell.op.name), regimes_of(cell.case)
+        own = all(key(op, cell.case, regime) == key(cell.op, cell.case, regime) for regime in regimes)
+        rows = known(contests, cell, regimes) if own else []
+        if rows:
+            found[i] = rows
+        else:
+            open_[i] = Wanted(op, op.bucket(cell.case), regimes, budget_s)
+    for i, outcome in zip(open_, workers.hold(list(open_.values())), strict=True):
+        if isinstance(outcome, ContestError):
+            found[i] = outcome
+        else:
+            rows_of = results.rows_of_verdict
+            found[i] = [row for verdict in outcome for row in rows_of(together[i], verdict)]
+    return [found[i] for i in range(len(together))]
 
 
 def regret_rows(cell: Cell, decided: Sequence[Row], budget_s: float) -> list[SelectionRow]:

@@ -218,9 +218,9 @@ def tune(
               help="Seconds measured per contest; verification comes on top. [default: 2; in --suite step "
                    "60, for all contests of a mode]")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Leave out what the results file holds with today's sources.")
-@click.option("--jobs", type=click.IntRange(0), default=0, show_default=True,
-              help="Processes that compile for all cases before the first is measured: many cores are done "
-                   "much sooner. Each takes memory on the device.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True,
+              help="Contests whose candidates compile side by side, in a process each, before they are "
+                   "measured one by one: many cores are done much sooner. Each takes memory.")  # fmt: skip
 def bench(
     ops: tuple[str, ...],
     suite: str,

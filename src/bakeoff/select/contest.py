@@ -56,15 +56,16 @@ def contest(
     skip: Mapping[str, str] | None = None,
     for_the_record: bool = False,
     announce: Announce = lambda stage: None,
+    ready: Callable[[], None] = lambda: None,
 ) -> list[Verdict]:
     """Hold a contest at the case's representative and return one verdict per regime (default: those of the
-    device; none: candidates are only verified, which compiles them); candidates are verified at the case as
-    it is, too.
+    device); candidates are verified at the case as it is, too.
 
     `budget_s` bounds the time spent measuring (verification comes on top); `skip` names candidates already
     known to be out, with the reason; `for_the_record`, candidates that are out for their error alone are
     timed, too, without a chance to win, and on a GPU every candidate that is timed is weighed; `announce`
-    hears each stage as it begins (``candidate: stage``), and the candidate's bare name before each sample.
+    hears each stage as it begins (``candidate: stage``), and the candidate's bare name before each sample;
+    `ready` is called before the first thing is timed, and returns when the device is free for it.
     """
     op.check(case)
     called, case = case, op.bucket(case)
@@ -72,13 +73,12 @@ def contest(
     timers = timers or timers_for(case)
     try:
         stick, passed, rejected, inaccurate = _qualify(op, case, called, dict(skip or {}), announce)
-        if not regimes:
-            return []
         timed = {*passed, *(inaccurate if for_the_record else ())}
         _release(case)
+        ready()
         sets = input_sets(op, case, 3 * hardware.l2_bytes(case.device))
     except torch.cuda.OutOfMemoryError as error:
-        name = key(op, case, (*regimes, *regimes_of(case))[0])
+        name = key(op, case, regimes[0])
         raise ContestError(f"not enough GPU memory to hold a contest for {name}") from error
     before = hardware.pulse(case.device)
     measured = {}

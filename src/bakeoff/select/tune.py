@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 import torch
@@ -14,9 +15,10 @@ from bakeoff.select import policy
 from bakeoff.select.contest import contest, regimes_of
 from bakeoff.select.key import REGIMES, key
 from bakeoff.select.op import Case, Op
+from bakeoff.select.side_by_side import Outcome, Wanted, Workers, fitting
 from bakeoff.select.table import cache_dir
 from bakeoff.select.verdict import Verdict
-from bakeoff.select.worker import Worker, home_of
+from bakeoff.select.worker import home_of
 
 __all__ = ["TuneReport", "settle", "tune"]
 
@@ -25,12 +27,14 @@ _PER_KEY_S = 1.5
 _NOT_ASKED = "third-party: left out of tuning (peers=True lets it compete)"
 
 
-Recorded = dict[tuple[str, str], tuple[Op, Case]]
+Place = tuple[str, str]
+"""A key and its device."""
+Recorded = dict[Place, tuple[Op, Case]]
 recordings: list[Recorded] = []
-"""Where dispatch notes the (op, case) behind every selection, by (key, device), while steps are recorded: in
-all of them. The process's, not a thread's: backward recomputes in autograd's threads."""
-_failed: set[tuple[str, str]] = set()
-"""Keys, with their device, whose contest could not be held: not tried again at every call."""
+"""Where dispatch notes the (op, case) behind every selection while steps are recorded: in all of them. The
+process's, not a thread's: backward recomputes in autograd's threads."""
+_failed: set[Place] = set()
+"""Those whose contest could not be held: not tried again at every call."""
 
 
 class TuneReport(msgspec.Struct, frozen=True):
@@ -54,6 +58,7 @@ def tune(
     regimes: Sequence[str] | None = None,
     peers: bool = False,
     force: bool = False,
+    jobs: int = 0,
     announce: Callable[[str], None] = lambda text: None,
 ) -> TuneReport:
     """Run `step` once, note which ops it calls with which shapes, and hold their contests.
@@ -68,6 +73,8 @@ def tune(
         peers: let installed third-party candidates compete, too. Some spend a minute on tuning themselves at
             every new shape; without it the budget goes to PyTorch's candidates and our own.
         force: measure again what the table knows already.
+        jobs: contests whose candidates compile and are verified side by side, in a process each; each takes
+            memory. They are timed alone, one after the other. 0: as many as suit the machine, up to 4.
         announce: hears one line of progress per stage.
 
     Returns:
@@ -97,44 +104,80 @@ def tune(
             )
         policy.store.agreed = None  # that job is over
     start = time.monotonic()
-    done: list[Verdict] = []
-    unsettled: dict[str, str] = {}
-    measured = 0
-    taken = 0.0
-    """Seconds a contest took on average."""
-    retrace = False
-    with Worker(announce=announce) as worker:
+    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"
+    with Workers(jobs or fitting(device), announce) as workers:
         if budget_s > 0 and not _tables():
-            # Nothing is known yet: contests are certain, and the worker loads beside the step.
-            worker.start(f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu")
+            workers.start()  # nothing is known yet: contests are certain, and workers load beside the step
         with recording() as recorded:
             step()
-        deadline = time.monotonic() + budget_s
-        for (name, _), (op, case) in recorded.items():
-            wanted = ("compiled",) if name.endswith(" compiled") else _regimes(case, regimes)
-            names = [key(op, case, regime) for regime in wanted]
-            known = [] if force else _known(op, names, case, peers)
-            if known:
-                done += known
-                continue
-            left = deadline - time.monotonic()
-            if left <= taken / 2:  # half of what a contest took so far: the next would end beyond the budget
-                unsettled[name] = f"the budget of {budget_s:g} s was spent"
-                continue
-            announce(name)
-            begun = time.monotonic()
-            try:
-                done += _hold(op, case, wanted, worker, min(_PER_KEY_S, left), peers)
-                measured += 1
-                taken += (time.monotonic() - begun - taken) / measured
-                retrace |= name.endswith(" compiled")
-            except ContestError as error:
-                unsettled[name] = str(error)
-                log.warning("%s", error)
+        done, wanted = _sorted(recorded, regimes, peers, force)
+        found = _settled(wanted, workers, budget_s, announce)
+    unsettled = {name: str(error) for (name, _), error in found.items() if isinstance(error, ContestError)}
+    held = [verdicts for verdicts in found.values() if not isinstance(verdicts, ContestError)]
+    new = [verdict for verdicts in held for verdict in verdicts]
     policy.forget()
-    if retrace:  # compiled code holds the choices of before
+    if any(verdict.regime == "compiled" for verdict in new):  # compiled code holds the choices of before
         torch.compiler.reset()
-    return TuneReport(tuple(done), measured, unsettled, time.monotonic() - start)
+    return TuneReport((*done, *new), len(held), unsettled, time.monotonic() - start)
+
+
+def _sorted(
+    recorded: Recorded, regimes: Sequence[str] | None, peers: bool, force: bool
+) -> tuple[list[Verdict], dict[Place, Wanted]]:
+    """What the tables know of a step, and the contests to hold for the rest."""
+    done: list[Verdict] = []
+    wanted: dict[Place, Wanted] = {}
+    covered: set[tuple[str, Path]] = set()
+    for (name, device), (op, case) in recorded.items():
+        own = ("compiled",) if name.endswith(" compiled") else _regimes(case, regimes)
+        names = [key(op, case, regime) for regime in own]
+        known = [] if force else _known(op, names, case, peers)
+        done += known
+        rows = {(each, policy.store.path(device)) for each in names}
+        if not known and not rows <= covered:
+            covered |= rows
+            wanted[name, device] = Wanted(op, case, own, _PER_KEY_S, {} if peers else _uninvited(op))
+    return done, wanted
+
+
+def _settled(
+    wanted: dict[Place, Wanted], workers: Workers, budget_s: float, announce: Callable[[str], None]
+) -> dict[Place, Outcome]:
+    """The outcome of each contest; an error for those that the budget has no time for."""
+    found: dict[Place, Outcome] = {}
+    deadline = time.monotonic() + budget_s
+    rounds, taken = 0, 0.0
+    """Held so far, and the seconds they took on average."""
+    for places in _rounds(wanted, workers.jobs):
+        left = deadline - time.monotonic()
+        if left <= taken / 2:  # half of what a round took so far: the next would end beyond the budget
+            found |= dict.fromkeys(places, ContestError(f"the budget of {budget_s:g} s was spent"))
+            continue
+        for name, _ in places:
+            announce(name)
+        begun = time.monotonic()
+        share = min(_PER_KEY_S, left)
+        outcomes = _hold([wanted[place]._replace(budget_s=share) for place in places], workers)
+        rounds += 1
+        taken += (time.monotonic() - begun - taken) / rounds
+        found |= zip(places, outcomes, strict=True)
+    return found
+
+
+def _rounds(wanted: dict[Place, Wanted], jobs: int) -> Iterator[list[Place]]:
+    """The contests in order, up to `jobs` at a time; one whose op only this process knows is alone."""
+    together: list[Place] = []
+    for place, contest_ in wanted.items():
+        here = home_of(contest_.op) is None
+        if together and (here or len(together) == jobs):
+            yield together
+            together = []
+        together.append(place)
+        if here:
+            yield together
+            together = []
+    if together:
+        yield together
 
 
 def note(op: Op, case: Case, regime: str) -> bool:
@@ -162,12 +205,10 @@ def settle(op: Op, case: Case, regime: str) -> None:
     name = key(op, case, regime), case.device
     if name in _failed:
         return
-    with Worker() as worker:
-        try:
-            _hold(op, case, regimes_of(case), worker, _PER_KEY_S, peers=False)
-        except ContestError as error:
-            _failed.add(name)
-            log.warning("%s", error)
+    with Workers(1) as workers:
+        (outcome,) = _hold([Wanted(op, case, regimes_of(case), _PER_KEY_S, _uninvited(op))], workers)
+    if isinstance(outcome, ContestError):
+        _failed.add(name)
 
 
 def _regimes(case: Case, wanted: Sequence[str] | None) -> tuple[str, ...]:
@@ -196,14 +237,26 @@ def _known(op: Op, names: Sequence[str], case: Case, peers: bool) -> list[Verdic
     return [] if len(verdicts) < len(names) or left_out or able_now else verdicts
 
 
-def _hold(
-    op: Op, case: Case, regimes: tuple[str, ...], worker: Worker, budget_s: float, peers: bool
-) -> list[Verdict]:
-    """Hold one contest and keep its verdicts."""
-    skip = {c.name: _NOT_ASKED for c in op.candidates if c.third_party and not c.absent and not peers}
-    if home_of(op) is None:  # defined in a script: only this process knows it
-        verdicts = contest(op, case, regimes, budget_s=budget_s, skip=skip)
-    else:
-        verdicts = worker.contest(op, case, regimes, budget_s, skip)
-    policy.store.add(verdicts, case.device)
-    return verdicts
+def _uninvited(op: Op) -> dict[str, str]:
+    """The third-party candidates that are installed, with the reason why they are left out."""
+    return {c.name: _NOT_ASKED for c in op.candidates if c.third_party and not c.absent}
+
+
+def _hold(wanted: Sequence[Wanted], workers: Workers) -> list[Outcome]:
+    """Hold a round of contests and keep their verdicts."""
+    here = home_of(wanted[0].op) is None  # defined in a script: only this process knows it
+    outcomes = [_held_here(wanted[0])] if here else workers.hold(wanted)
+    for one, outcome in zip(wanted, outcomes, strict=True):
+        if isinstance(outcome, ContestError):
+            log.warning("%s", outcome)
+        else:
+            policy.store.add(outcome, one.case.device)
+    return outcomes
+
+
+def _held_here(wanted: Wanted) -> Outcome:
+    op, case, regimes, budget_s, skip, _ = wanted
+    try:
+        return contest(op, case, regimes, budget_s=budget_s, skip=skip)
+    except ContestError as error:
+        return error

@@ -1,12 +1,12 @@
 """Contests in a process of their own.
 
 The parent writes one request a line; the worker answers with stages as they begin and with the verdicts.
+Before it measures, it says that it is ready and waits for a line.
 A crash, a hang or a lost CUDA context ends the worker: the candidate at work is rejected with the reason,
 and a new worker holds the contest again without it.
 """
 
 import contextlib
-import importlib
 import os
 import queue
 import signal
@@ -46,9 +46,11 @@ class Request(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """One line from the worker: a stage that begins, the verdicts, or an error that ends the contest."""
+    """One line from the worker: a stage that begins, that it is ready to measure, the verdicts, or an error
+    that ends the contest."""
 
     stage: str = ""
+    ready: bool = False
     verdicts: list[Verdict] | None = None
     error: str = ""
     lost: str = ""
@@ -73,6 +75,8 @@ class Worker:
         self.stage_limit_s = stage_limit_s
         self.announce = announce
         self.process: subprocess.Popen[bytes] | None = None
+        self.ended = False
+        """No process is started any more."""
         self.answers: queue.Queue[Answer | None] = queue.Queue()
         self.complaints = b""
         """The end of what the worker wrote to its standard error."""
@@ -86,6 +90,7 @@ class Worker:
         budget_s: float,
         skip: Mapping[str, str] | None = None,
         for_the_record: bool = False,
+        ready: Callable[[], None] = lambda: None,
     ) -> list[Verdict]:
         """As `bakeoff.select.contest.contest`, whatever the candidates do to their process."""
         home = home_of(op)
@@ -94,7 +99,7 @@ class Worker:
         out = dict(skip or {})
         while True:
             self._send(Request(home, case, regimes, budget_s, out, for_the_record, *_numerics()))
-            at_work, reason, verdicts = self._listen()
+            at_work, reason, verdicts = self._listen(ready)
             if verdicts is not None:
                 return [_by_our_hashes(op, verdict) for verdict in verdicts]
             self.close()
@@ -104,13 +109,14 @@ class Worker:
 
     def close(self) -> None:
         """End the process, at once, with everything it started."""
-        if self.process is not None:
+        process = self.process
+        if process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            assert self.process.stdin is not None
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()
+                process.stdin.close()
             self._join()
             self.process = None
 
@@ -124,7 +130,7 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _listen(self) -> tuple[str, str, list[Verdict] | None]:
+    def _listen(self, ready: Callable[[], None]) -> tuple[str, str, list[Verdict] | None]:
         """Follow one contest: (stage or candidate at work, why it failed, verdicts)."""
         stage = "start"
         while True:
@@ -135,6 +141,10 @@ class Worker:
                 return _candidate(stage), f"hangs: no answer for {limit:.0f} s", None
             if answer is None:
                 return _candidate(stage), self._death(), None
+            if answer.ready:
+                ready()
+                self._write(b"go")
+                continue
             if answer.verdicts is not None:
                 return "", "", answer.verdicts
             if answer.lost:
@@ -159,19 +169,23 @@ class Worker:
         if msgspec.json.decode(line, type=Request, dec_hook=_decode) != request:
             raise ContestError(f"{request.op}: an argument of {request.case.args} can't be sent to a worker")
         self.start()
+        self._write(line)
+
+    def _write(self, line: bytes) -> None:
         assert self.process is not None
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # its death is reported by the reader
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
 
-    def start(self, ahead_for: str = "") -> None:
-        """Make sure that a process is there. Started ahead of its first contest, it loads meanwhile what
-        contests on this device need."""
+    def start(self) -> None:
+        """Make sure that a process is there. Started ahead of its first contest, it loads meanwhile."""
         if self.process is not None and self.process.poll() is not None:
             self.close()
         if self.process is not None:
             return
+        if self.ended:
+            raise ContestError("interrupted")
         reader, writer = os.pipe()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         environment.pop("BAKEOFF_POLICY", None)
@@ -180,7 +194,7 @@ class Worker:
         with _signals_later():
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", "bakeoff.select.worker", str(writer), ahead_for],
+                    [sys.executable, "-m", "bakeoff.select.worker", str(writer)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
@@ -265,9 +279,8 @@ def _decode(kind: type, value: Any) -> Any:
     raise NotImplementedError(kind)
 
 
-def main(descriptor: int, ahead_for: str) -> None:
-    """The worker's side: hold one contest per request line until the parent closes its end. It loads
-    `ahead_for` a device."""
+def main(descriptor: int) -> None:
+    """The worker's side: hold one contest per request line until the parent closes its end."""
     requests: queue.Queue[bytes] = queue.Queue()
 
     def read() -> None:
@@ -276,14 +289,16 @@ def main(descriptor: int, ahead_for: str) -> None:
         os._exit(0)  # the parent is gone, also in the middle of a hanging kernel
 
     threading.Thread(target=read, daemon=True).start()
-    if ahead_for:
-        _load(ahead_for)
     with open(descriptor, "wb", buffering=0) as out:
 
         def say(answer: Answer) -> None:
             sys.stderr.flush()
             os.write(2, STAGE_MARK)
             out.write(msgspec.json.encode(answer) + b"\n")
+
+        def ready() -> None:
+            say(Answer(ready=True))
+            requests.get()
 
         while True:
             request = msgspec.json.decode(requests.get(), type=Request, dec_hook=_decode)
@@ -299,6 +314,7 @@ def main(descriptor: int, ahead_for: str) -> None:
                     skip=request.skip,
                     for_the_record=request.for_the_record,
                     announce=lambda stage: say(Answer(stage=stage)),
+                    ready=ready,
                 )
                 say(Answer(verdicts=verdicts))
             except DeviceLost as error:
@@ -314,19 +330,5 @@ def main(descriptor: int, ahead_for: str) -> None:
                 os._exit(1)
 
 
-def _load(device: str) -> None:
-    """Load what the first contest on `device` would load; what fails, it will meet again and say."""
-
-    def touch() -> None:
-        with contextlib.suppress(Exception):
-            torch.zeros(1, device=device)
-
-    context = threading.Thread(target=touch)
-    context.start()
-    with contextlib.suppress(Exception):
-        importlib.import_module("torch._inductor.compile_fx")  # takes seconds, at torch.compile's first call
-    context.join()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]))

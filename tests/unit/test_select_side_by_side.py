@@ -1,0 +1,217 @@
+"""Rounds of contests: nothing is measured while anything else is at work, and nobody waits for ever."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bakeoff import hardware
+from bakeoff.errors import ContestError
+from bakeoff.select import side_by_side
+from bakeoff.select.contest import contest
+from bakeoff.select.side_by_side import Wanted, Workers, fitting
+from tests.unit import zoo
+
+Ready = Callable[[], None]
+
+
+class Fake:
+    """A worker whose contests do what their case's rows say, and note when they are at work."""
+
+    noted: list[str]
+    acts: dict[int, Callable[[Any, Ready], Any]]
+    others: int
+
+    def __init__(self, announce: object = None) -> None:
+        self.closed = 0
+        self.ended = False
+
+    def contest(self, op: Any, case: Any, *_: Any, ready: Ready) -> Any:
+        return self.acts[case.x.shape[0]](self, ready)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
+    class Mine(Fake):
+        noted: list[str] = []  # noqa: RUF012
+        acts: dict[int, Any] = {}  # noqa: RUF012
+
+    monkeypatch.setattr(side_by_side, "Worker", Mine)
+    return Mine
+
+
+def wanted(*rows: int) -> list[Wanted]:
+    return [Wanted(zoo.CALM, zoo.case(n, 8), ("eager",), 0.01) for n in rows]
+
+
+def good() -> list[Any]:
+    return contest(zoo.CALM, zoo.case(), ("eager",), budget_s=0.001)
+
+
+def test_what_is_measured_is_measured_alone_and_after_all_have_compiled(fake: type[Fake]) -> None:
+    verdicts = good()
+
+    def act(number: int) -> Callable[[Any, Ready], Any]:
+        def run(_: Any, ready: Ready) -> Any:
+            fake.noted.append("compiles")
+            time.sleep(0.02 * number)
+            fake.noted.append("compiled")
+            ready()
+            fake.noted.append(f"{number} measures")
+            time.sleep(0.02)
+            fake.noted.append(f"{number} done")
+            return verdicts
+
+        return run
+
+    fake.acts = {n: act(n) for n in (1, 2, 3, 4)}
+    with Workers(4) as workers:
+        assert workers.hold(wanted(1, 2, 3, 4)) == [verdicts] * 4
+    assert sorted(fake.noted[:8]) == ["compiled"] * 4 + ["compiles"] * 4
+    for first, second in zip(fake.noted[8::2], fake.noted[9::2], strict=True):
+        assert (first.split()[0], first.split()[1], second.split()[1]) == (
+            second.split()[0],
+            "measures",
+            "done",
+        )
+
+
+def test_who_fails_or_begins_again_holds_nobody_up(fake: type[Fake]) -> None:
+    verdicts = good()
+    order: list[str] = []
+
+    def again(_: Any, ready: Ready) -> Any:
+        ready()
+        order.append("again: first")
+        ready()  # its candidate took the process down
+        order.append("again: second")
+        return verdicts
+
+    def fails(_: Any, ready: Ready) -> Any:
+        raise ContestError("no")
+
+    def waits(_: Any, ready: Ready) -> Any:
+        ready()
+        order.append("waits")
+        return verdicts
+
+    fake.acts = {1: fails, 2: again, 3: waits}
+    with Workers(3) as workers:
+        first, second, third = workers.hold(wanted(1, 2, 3))
+    assert isinstance(first, ContestError)
+    assert second == third == verdicts
+    assert order in (
+        ["again: first", "again: second", "waits"],
+        ["waits", "again: first", "again: second"],
+    )
+
+
+@pytest.mark.parametrize("way", ["rejected", "contest", "killed"])
+def test_what_ran_short_of_memory_is_held_again_alone(fake: type[Fake], way: str) -> None:
+    verdicts = good()
+    tries: list[list[int]] = []
+
+    def short(me: Any, ready: Ready) -> Any:
+        tries.append([worker.closed for worker in workers.workers])  # type: ignore[attr-defined]
+        ready()
+        if len(tries) > 1:
+            return verdicts
+        if way == "contest":
+            with pytest.raises(ContestError) as caught:
+                contest(zoo.GPU_FULL, zoo.case(), ("eager",), budget_s=0.001)
+            return _raise(caught.value)
+        if way == "killed":
+            reason = "crashed: killed by SIGKILL"
+            trial = msgspec.structs.replace(verdicts[0].trials[0], rejected=reason)
+            return [msgspec.structs.replace(verdicts[0], trials=(trial,))]
+        return contest(zoo.op(zoo.WRONG["out_of_memory"][0]), zoo.case(), ("eager",), budget_s=0.001)
+
+    def calm(_: Any, ready: Ready) -> Any:
+        ready()
+        return verdicts
+
+    fake.acts = {1: calm, 2: short}
+    with Workers(2) as workers:
+        assert workers.hold(wanted(1, 2)) == [verdicts, verdicts]
+        assert tries == [[0, 0], [1, 1]], "the other process has given its memory back"
+        tries.clear()
+        (outcome,) = workers.hold(wanted(2))
+        assert len(tries) == 1, "alone it was short, too"
+        assert outcome != verdicts
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_an_error_that_is_no_contests_own_is_raised(fake: type[Fake]) -> None:
+    fake.acts = {1: lambda me, ready: _raise(OSError("no process")), 2: lambda me, ready: ready()}
+    with Workers(2) as workers, pytest.raises(OSError, match="no process"):
+        workers.hold(wanted(1, 2))
+
+
+def test_a_round_is_no_larger_than_there_are_processes() -> None:
+    with Workers(0) as workers:
+        assert workers.jobs == 1
+        with pytest.raises(ValueError, match="2 contests in a round of 1"):
+            workers.hold(wanted(1, 2))
+        assert workers.hold([]) == []
+
+
+def test_real_contests_side_by_side_as_alone() -> None:
+    heard: list[str] = []
+    with Workers(2, heard.append) as workers:
+        workers.start()
+        (first, second) = workers.hold(wanted(3, 5))
+        assert isinstance(first, list)
+        assert isinstance(second, list)
+        assert ["[3,8]" in first[0].key, "[5,8]" in second[0].key] == [True, True]
+        assert all(v.timings for v in (*first, *second))
+        pids = [worker.process.pid for worker in workers.workers if worker.process]
+    measured = [i for i, stage in enumerate(heard) if "measure" in stage]
+    compiled = [i for i, stage in enumerate(heard) if "verify" in stage]
+    assert max(compiled) < min(measured)
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_an_interrupted_round_leaves_no_process_and_no_thread() -> None:
+    """Ctrl-C comes while one contest measures and the other waits for its turn."""
+    pids: list[int] = []
+    before = threading.active_count()
+
+    def announce(stage: str) -> None:
+        if "measure" in stage:
+            pids.extend(w.process.pid for w in workers.workers if w.process)
+            os.kill(os.getpid(), 2)
+
+    with pytest.raises(KeyboardInterrupt), Workers(2, announce) as workers:
+        workers.hold(wanted(3, 5))
+    assert pids
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and threading.active_count() > before:
+        time.sleep(0.05)
+    assert threading.active_count() == before
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    with pytest.raises(ContestError, match="interrupted"):
+        workers.workers[0].start()
+
+
+@pytest.mark.parametrize(
+    ("cores", "gib", "jobs"), [(1, 64, 1), (2, 64, 1), (4, 64, 2), (16, 64, 4), (16, 16, 2), (16, 4, 1)]
+)
+def test_as_many_at_a_time_as_suit_the_machine(
+    cores: int, gib: int, jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = msgspec.structs.replace(hardware.facts("cpu"), memory=gib << 30)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(hardware, "facts", lambda device: facts)
+    assert fitting("cpu") == jobs
