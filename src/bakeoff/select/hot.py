@@ -20,8 +20,8 @@ except ImportError:  # a private name: without it every call goes by its fingerp
 __all__ = ["Memo", "current", "fingerprint", "known", "memo", "process_memo", "transformed"]
 
 Memo = dict[Any, Any]
-"""Candidates' callables by fingerprint, and by op its guards: functions of a call's arguments that return
-the callable where the call is of their kind."""
+"""Candidates' callables by fingerprint, and by op a tuple of guards: functions of a call's arguments that
+return the callable where the call is of their kind. `bakeoff.select.op.Op` asks these first."""
 
 memo: ContextVar[Memo | None] = ContextVar("bakeoff_memo", default=None)
 """Decisions made under the settings this context entered; None where it entered none of its own."""
@@ -52,39 +52,31 @@ def transformed() -> bool:
 
 
 def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
-    """What runs this call by an earlier decision, or None."""
-    decided = memo.get()
-    if decided is None:
-        decided = process_memo
-    guards = decided.get(op)
-    if guards is not None and forward_ad._current_level < 0:
-        for guard in guards:
-            call = guard(args)
-            if call is not None:
-                return call  # type: ignore[no-any-return]
+    """What runs this call by an earlier decision, or None; where no guard of `op` knows it."""
     if transformed():
         return None
+    decided = current()
     found: Callable[..., Any] | None = decided.get(fingerprint(op, args))
-    if found is not None and (guards is None or len(guards) < _MOST_GUARDED):
-        guard = _guard(args, found)
-        if guard is not None:
-            decided.setdefault(op, []).append(guard)
+    guards = decided.get(op, ())
+    if found is not None and len(guards) < _MOST_GUARDED:
+        decided[op] = (*guards, *_guard(args, found))
     return found
 
 
-def _guard(args: Sequence[Any], call: Callable[..., Any]) -> Callable[[Sequence[Any]], Any] | None:
-    """A function of a call's arguments that returns `call` if they are of the kind of `args`, else None.
+def _guard(args: Sequence[Any], call: Callable[..., Any]) -> list[Callable[[Sequence[Any]], Any]]:
+    """A function of a call's arguments that returns `call` if they are of the kind of `args`, else None; or
+    nothing where there can be none.
 
     It is written out for them, since a loop over arguments takes longer than comparing them. PyTorch's guards
     compare dispatch keys, too: those of torch.func and torch.jit.trace are others.
     """
     given = {f"a{i}": a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
     if _Guards is None or len({id(tensor) for tensor in given.values()}) < len(given):
-        return None  # guards take a tensor that is passed twice for another kind of call
+        return []  # guards take a tensor that is passed twice for another kind of call
     check = _Guards(*given.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    names: dict[str, Any] = {"call": call, "check": check}
+    names: dict[str, Any] = {"call": call, "check": check, "forward_ad": forward_ad}
     names |= {"has_grad": _has_grad, "is_deterministic": _is_deterministic}
-    conditions = [f"is_deterministic() is {_is_deterministic()}"]
+    conditions = ["forward_ad._current_level < 0", f"is_deterministic() is {_is_deterministic()}"]
     if any(tensor.requires_grad for tensor in given.values()):
         conditions.append(f"has_grad() is {_has_grad()}")
     for i, a in enumerate(args):
@@ -99,7 +91,7 @@ def _guard(args: Sequence[Any], call: Callable[..., Any]) -> Callable[[Sequence[
     arguments = "".join(f"a{i}, " for i in range(len(args)))
     # Names, numbers and words of this function's own; the call's values are bound to names.
     exec(f"def guard(args):\n {arguments}= args\n if {' and '.join(conditions)}: return call", names)  # noqa: S102
-    return names["guard"]  # type: ignore[no-any-return]
+    return [names["guard"]]
 
 
 def fingerprint(op: object, args: Sequence[Any]) -> tuple[Any, ...]:

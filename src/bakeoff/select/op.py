@@ -283,11 +283,20 @@ class Op:
     def __call__(self, *args: Any, impl: str | None = None) -> Any:
         """Run the candidate selected for these arguments, or `impl`.
 
-        The hot path: a call of a kind that the current memo knows is only looked up.
+        The hot path: a call of a kind that the current memo knows is only looked up, here, since even a
+        function that does it would show.
         """
         if impl is None and not is_dynamo_compiling():
             try:
-                call = hot.known(self, args)
+                decided = hot.memo.get()
+                if decided is None:
+                    decided = hot.process_memo
+                for guard in decided.get(self, ()):
+                    call = guard(args)
+                    if call is not None:
+                        break
+                else:
+                    call = hot.known(self, args)
             except (TypeError, AttributeError, RuntimeError):
                 call = None  # no tensor, or one without strides, or nothing to hash: the check will name it
             if call is not None:
