@@ -18,6 +18,7 @@ __all__ = [
     "ceilings",
     "disturbance",
     "facts",
+    "free",
     "l2_bytes",
     "limit_us",
     "multiprocessors",
@@ -83,6 +84,11 @@ def facts(device: str = "cuda") -> Facts:
     return Facts(_cpu_name(), os.cpu_count() or 1, memory, cuda="none", **versions)
 
 
+def free(device: str) -> int:
+    """Bytes of a GPU's memory that nothing holds now; on the CPU, all that the machine has."""
+    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else facts(device).memory
+
+
 @functools.cache
 def multiprocessors(device: int) -> int:
     """Of the GPU of this index; 4 for -1, the CPU, where kernels are interpreted."""
@@ -101,8 +107,7 @@ def l2_bytes(device: str) -> int:
 def ceilings(device: str) -> Ceilings:
     """The device's measured limits (about a second; remembered for the process)."""
     cuda = device.startswith("cuda")
-    free = torch.cuda.mem_get_info(device)[0] if cuda else 2**30
-    count = min(2**30, free // 8) if cuda else 2**26
+    count = min(2**30, free(device) // 8) if cuda else 2**26
     own = torch.Generator(device).manual_seed(0)  # the caller's random state stays as it is
     copy_s = _copy_seconds(count, device, own)
     dtype = torch.bfloat16 if cuda and torch.cuda.is_bf16_supported() else torch.float32

@@ -105,9 +105,9 @@ class Workers:
 
 
 def fitting(device: str) -> int:
-    """How many contests side by side suit this machine: half of its cores and its memory serve them."""
+    """How many contests side by side suit this machine: half of its cores and its free memory serve them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MOST, cores // 2, hardware.facts(device).memory // _EACH))
+    return max(1, min(_MOST, cores // 2, hardware.free(device) // _EACH))
 
 
 def _held(
