@@ -75,6 +75,7 @@ def contest(
         stick, passed, rejected, inaccurate = _qualify(op, case, called, dict(skip or {}), announce)
         timed = {*passed, *(inaccurate if for_the_record else ())}
         _release(case)
+        hashes = {candidate.name: candidate.source_hash for candidate in op.candidates}  # can take a second
         ready()
         sets = input_sets(op, case, 3 * hardware.l2_bytes(case.device))
     except torch.cuda.OutOfMemoryError as error:
@@ -92,7 +93,7 @@ def contest(
     _release(case)
     peaks = _peaks(op, case, sorted(timed), announce) if for_the_record else {}
     return [
-        _verdict(op, case, regime, passed, timings, {**rejected, **out}, peaks, warning)
+        _verdict(op, case, regime, hashes, passed, timings, {**rejected, **out}, peaks, warning)
         for regime, (timings, out) in measured.items()
     ]
 
@@ -263,6 +264,7 @@ def _verdict(
     op: Op,
     case: Case,
     regime: str,
+    hashes: Mapping[str, str],
     passed: Mapping[str, tuple[Errors, bool]],
     timings: Mapping[str, Timing],
     rejected: Mapping[str, str],
@@ -276,7 +278,7 @@ def _verdict(
         trials.append(
             Trial(
                 candidate.name,
-                candidate.source_hash,
+                hashes[candidate.name],
                 timings.get(candidate.name),
                 errors,
                 deterministic,
