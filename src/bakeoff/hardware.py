@@ -169,15 +169,28 @@ def _best(call: object, device: str, repeats: int = 5) -> float:
 
 
 def _strangers() -> int:
-    """Compute processes on the GPUs other than this one, the one that started it, and that one's others."""
+    """Compute processes on the GPUs other than this one, the one that started it, and workers of theirs."""
     listed = _nvidia_smi("--query-compute-apps=pid").split()
     pids = {int(pid) for pid in listed if pid.isdigit()}
     own = {os.getpid(), os.getppid()}
-    for path in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has ended
-            own |= {*map(int, path.read_text().split())}
+    own |= {child for parent in own for child in _children(parent) if _is_worker(child)}
     # In a container the listed numbers are the host's; then as many processes may be ours.
     return len(pids - own) if pids & own else max(0, len(pids) - len(own))
+
+
+def _children(pid: int) -> set[int]:
+    found: set[int] = set()
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            found |= {*map(int, path.read_text().split())}
+    return found
+
+
+def _is_worker(pid: int) -> bool:
+    try:
+        return b"bakeoff.select.worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 @functools.cache

@@ -1,6 +1,9 @@
 """From a call to a candidate: metadata alone, one look-up when known, a constant under torch.compile."""
 
 import inspect
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,6 +194,37 @@ def test_a_tensor_in_a_number_s_place_is_never_compared(op: Op) -> None:
     with Watched():
         assert [guard((x, w, one)) for guard in hot.current()[op]] == [None]
         assert hot.known(op, (x, w, one)) is None
+
+
+def test_a_nested_tensor_under_vmap_does_not_end_the_process() -> None:
+    script = """
+        import torch
+        from bakeoff.ops import rms_norm
+
+        x = torch.randn(4, 8)
+        for _ in range(3):
+            rms_norm(x)
+        nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)])
+        try:
+            torch.func.vmap(rms_norm)(nested)
+        except RuntimeError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "batched nested tensors" in done.stdout
+
+
+def test_too_few_arguments_are_the_same_error_before_and_after_a_call(op: Op) -> None:
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match="zip") as cold:
+        op(x)
+    for _ in range(3):
+        op(x, x[0], None)
+    with pytest.raises(ValueError, match="zip") as warm:
+        op(x)
+    assert str(warm.value) == str(cold.value)
 
 
 def test_settings_have_memos_of_their_own(op: Op, slow_path: CountingDispatch) -> None:

@@ -1,6 +1,8 @@
 """Measurement by a fake clock: what is timed, in which order, until when; what a lucky start is worth."""
 
 import itertools
+import os
+import subprocess
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from bakeoff import hardware
 from bakeoff.select.measure import MARGIN, HostTimer, Timing, input_sets, interleave, work
 from bakeoff.select.op import Case, TensorMeta
 from bakeoff.select.verdict import TIE, Trial, decide
+from bakeoff.select.worker import Worker
 from tests.unit import zoo
 
 
@@ -254,6 +257,19 @@ def test_the_rejected_do_not_compete() -> None:
 
 
 # ----------------------------------------------------------------------------------- a busy device
+def test_no_worker_is_a_stranger_and_any_other_child_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Worker() as worker, subprocess.Popen(["sleep", "60"]) as child:
+        worker.start()
+        assert worker.process is not None
+        own = f"{os.getpid()}\n{worker.process.pid}\n{child.pid}\n"
+        monkeypatch.setattr(hardware, "_nvidia_smi", lambda query: own)
+        assert hardware.disturbance("cuda") == "1 other process(es) use the GPU"
+        # The host's numbers, in a container: this process, its parent and the worker may be among them.
+        monkeypatch.setattr(hardware, "_nvidia_smi", lambda query: "4000001\n4000002\n4000003\n4000004\n")
+        assert hardware.disturbance("cuda") == "1 other process(es) use the GPU"
+        child.kill()
+
+
 def test_drift_and_strangers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "pulse", lambda device: 1.2)
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda query: "4001\n4002\n4003\n")

@@ -31,7 +31,7 @@ class Fake:
         self.closed = 0
         self.ended = False
 
-    def contest(self, op: Any, case: Any, *_: Any, ready: Ready) -> Any:
+    def contest(self, op: Any, case: Any, *_: Any, ready: Ready = lambda: None) -> Any:
         return self.acts[case.x.shape[0]](self, ready)
 
     def close(self) -> None:
@@ -50,6 +50,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
 
 def wanted(*rows: int) -> list[Wanted]:
     return [Wanted(zoo.CALM, zoo.case(n, 8), ("eager",), 0.01) for n in rows]
+
+
+def hold(workers: Workers, *rows: int) -> list[Any]:
+    found = dict(workers.hold(wanted(*rows)))
+    assert sorted(found) == list(range(len(rows)))
+    return [found[i] for i in range(len(rows))]
 
 
 def good() -> list[Any]:
@@ -74,14 +80,9 @@ def test_what_is_measured_is_measured_alone_and_after_all_have_compiled(fake: ty
 
     fake.acts = {n: act(n) for n in (1, 2, 3, 4)}
     with Workers(4) as workers:
-        assert workers.hold(wanted(1, 2, 3, 4)) == [verdicts] * 4
+        assert hold(workers, 1, 2, 3, 4) == [verdicts] * 4
     assert sorted(fake.noted[:8]) == ["compiled"] * 4 + ["compiles"] * 4
-    for first, second in zip(fake.noted[8::2], fake.noted[9::2], strict=True):
-        assert (first.split()[0], first.split()[1], second.split()[1]) == (
-            second.split()[0],
-            "measures",
-            "done",
-        )
+    assert fake.noted[8:] == [f"{n} {what}" for n in (1, 2, 3, 4) for what in ("measures", "done")]
 
 
 def test_who_fails_or_begins_again_holds_nobody_up(fake: type[Fake]) -> None:
@@ -105,13 +106,10 @@ def test_who_fails_or_begins_again_holds_nobody_up(fake: type[Fake]) -> None:
 
     fake.acts = {1: fails, 2: again, 3: waits}
     with Workers(3) as workers:
-        first, second, third = workers.hold(wanted(1, 2, 3))
+        first, second, third = hold(workers, 1, 2, 3)
     assert isinstance(first, ContestError)
     assert second == third == verdicts
-    assert order in (
-        ["again: first", "again: second", "waits"],
-        ["waits", "again: first", "again: second"],
-    )
+    assert order == ["again: first", "again: second", "waits"]
 
 
 @pytest.mark.parametrize("way", ["rejected", "contest", "killed"])
@@ -140,37 +138,48 @@ def test_what_ran_short_of_memory_is_held_again_alone(fake: type[Fake], way: str
 
     fake.acts = {1: calm, 2: short}
     with Workers(2) as workers:
-        assert workers.hold(wanted(1, 2)) == [verdicts, verdicts]
+        assert hold(workers, 1, 2) == [verdicts, verdicts]
         assert tries == [[0, 0], [1, 1]], "the other process has given its memory back"
         tries.clear()
-        (outcome,) = workers.hold(wanted(2))
+        (outcome,) = hold(workers, 2)
         assert len(tries) == 1, "alone it was short, too"
         assert outcome != verdicts
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: BaseException) -> None:
     raise error
 
 
-def test_an_error_that_is_no_contests_own_is_raised(fake: type[Fake]) -> None:
-    fake.acts = {1: lambda me, ready: _raise(OSError("no process")), 2: lambda me, ready: ready()}
-    with Workers(2) as workers, pytest.raises(OSError, match="no process"):
-        workers.hold(wanted(1, 2))
+@pytest.mark.parametrize("error", [OSError("no process"), SystemExit("enough")])
+def test_an_error_that_is_no_contests_own_is_raised_after_the_others(
+    fake: type[Fake], error: BaseException
+) -> None:
+    verdicts = good()
+
+    def calm(_: Any, ready: Ready) -> Any:
+        ready()
+        return verdicts
+
+    fake.acts = {1: lambda me, ready: _raise(error), 2: calm}
+    found: list[Any] = []
+    with Workers(2) as workers, pytest.raises(type(error), match=str(error)):
+        found.extend(workers.hold(wanted(1, 2)))
+    assert found == [(1, verdicts)]
 
 
 def test_a_round_is_no_larger_than_there_are_processes() -> None:
     with Workers(0) as workers:
         assert workers.jobs == 1
         with pytest.raises(ValueError, match="2 contests in a round of 1"):
-            workers.hold(wanted(1, 2))
-        assert workers.hold([]) == []
+            hold(workers, 1, 2)
+        assert hold(workers) == []
 
 
 def test_real_contests_side_by_side_as_alone() -> None:
     heard: list[str] = []
     with Workers(2, heard.append) as workers:
         workers.start()
-        (first, second) = workers.hold(wanted(3, 5))
+        (first, second) = hold(workers, 3, 5)
         assert isinstance(first, list)
         assert isinstance(second, list)
         assert ["[3,8]" in first[0].key, "[5,8]" in second[0].key] == [True, True]
@@ -194,7 +203,7 @@ def test_an_interrupted_round_leaves_no_process_and_no_thread() -> None:
             os.kill(os.getpid(), 2)
 
     with pytest.raises(KeyboardInterrupt), Workers(2, announce) as workers:
-        workers.hold(wanted(3, 5))
+        hold(workers, 3, 5)
     assert pids
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and threading.active_count() > before:
@@ -203,6 +212,42 @@ def test_an_interrupted_round_leaves_no_process_and_no_thread() -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     with pytest.raises(ContestError, match="interrupted"):
         workers.workers[0].start()
+
+
+def test_an_interrupt_while_a_round_begins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, real = threading.active_count(), threading.Thread.start
+    begun: list[str] = []
+
+    def start(self: threading.Thread) -> None:
+        real(self)
+        if "work" in self.name:
+            begun.append(self.name)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt), Workers(3) as workers:
+        hold(workers, 3, 5, 7)
+    assert len(begun) == 1
+    assert threading.active_count() == before
+    assert not any(worker.process for worker in workers.workers)
+
+
+def test_a_contest_that_was_left_in_the_middle_is_nobody_s_answer() -> None:
+    """Whoever hears of a stage may raise; what the process was at must not come out as the next one's."""
+    left: list[str] = []
+
+    def announce(stage: str) -> None:
+        if not left and "verify" in stage and threading.current_thread() is workers.threads[1]:
+            left.append(stage)
+            raise ContestError("enough")
+
+    with Workers(2, announce) as workers:
+        first, second = hold(workers, 3, 5)
+        assert "[3,8]" in first[0].key
+        assert str(second) == "enough"
+        third, fourth = hold(workers, 6, 7)
+    assert "[6,8]" in third[0].key
+    assert "[7,8]" in fourth[0].key
 
 
 @pytest.mark.parametrize(

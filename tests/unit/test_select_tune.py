@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -303,26 +305,48 @@ def test_a_real_contest_of_an_importable_op_and_of_one_from_a_script() -> None:
 
 
 def test_contests_of_one_step_are_held_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What only this process knows is held alone."""
+    """What only this process knows is held alone, at the end. A round shares what is left of the budget."""
     script = zoo.op(zoo.GOOD, name="zoo_script")
     rounds: list[list[str]] = []
+    shares: list[float] = []
 
     def hold(wanted: list[Wanted], workers: object) -> list[Outcome]:
         rounds.append([f"{one.op.name} {one.case.x.shape[0]}" for one in wanted])
+        shares.extend(one.budget_s for one in wanted)
         return [ContestError("not now") for _ in wanted]
+
+    def step() -> None:
+        for op, rows in ((zoo.CALM, 3), (zoo.CALM, 4), (script, 6), (zoo.CALM, 5)):
+            call(op, rows)
 
     monkeypatch.setattr(module, "_hold", hold)
     with zoo.registered(script, zoo.CALM):
-        report = tune(
-            lambda: [
-                call(op, rows)
-                for op, rows in [*((zoo.CALM, n) for n in (3, 4, 5)), (script, 6), (zoo.CALM, 7)]
-            ],
-            30.0,
-            jobs=2,
-        )
-    assert rounds == [["zoo_calm 3", "zoo_calm 4"], ["zoo_calm 5"], ["zoo_script 6"], ["zoo_calm 7"]]
-    assert len(report.unsettled) == 5
+        report = tune(step, 30.0, jobs=2)
+        assert rounds == [["zoo_calm 3", "zoo_calm 4"], ["zoo_calm 5"], ["zoo_script 6"]]
+        assert len(report.unsettled) == 4
+        assert set(shares) == {1.5}
+        shares.clear()
+        tune(step, 1.0, jobs=3)
+    assert all(share <= 1.0 / 3 for share in shares[:3])
+
+
+def test_what_was_measured_before_an_interrupt_is_kept() -> None:
+    def announce(stage: str) -> None:
+        if stage.endswith("measure (eager)"):
+            seen.append(stage)
+            if len(seen) == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    seen: list[str] = []
+    with zoo.registered(zoo.CALM), pytest.raises(KeyboardInterrupt):
+        tune(lambda: [call(zoo.CALM, rows) for rows in (3, 4, 5)], 100.0, jobs=3, announce=announce)
+    assert 1 <= len(json.loads(policy.store.path("cpu").read_text())["rows"]) < 3
+
+
+@pytest.mark.parametrize("jobs", [2.5, "2", None, -1, math.nan])
+def test_jobs_are_a_number_of_contests(jobs: Any) -> None:
+    with pytest.raises(ValueError, match=r"jobs=.* must be a number of contests"):
+        tune(lambda: pytest.fail("the step ran"), jobs=jobs)
 
 
 def test_third_parties_compete_only_when_asked_for() -> None:

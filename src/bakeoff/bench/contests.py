@@ -55,13 +55,9 @@ def run_ops(
     with Workers(jobs, announce) as workers:
         while wanted:
             together, wanted = wanted[: workers.jobs], wanted[workers.jobs :]
-            outcomes = workers.hold(
-                [
-                    Wanted(cell.op, cell.case, each, budget_s, {}, for_the_record=True)
-                    for cell, each in together
-                ]
-            )
-            for (cell, each), outcome in zip(together, outcomes, strict=True):
+            round_ = [Wanted(cell.op, cell.case, each, budget_s, {}, True) for cell, each in together]
+            for i, outcome in workers.hold(round_):
+                cell, each = together[i]
                 reason, verdicts = "", list[Verdict]()
                 if isinstance(outcome, ContestError):
                     reason = str(outcome)

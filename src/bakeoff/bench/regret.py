@@ -144,7 +144,9 @@ def _decided(
             found[i] = rows
         else:
             open_[i] = Wanted(op, op.bucket(cell.case), regimes, budget_s)
-    for i, outcome in zip(open_, workers.hold(list(open_.values())), strict=True):
+    places = list(open_)
+    for place, outcome in workers.hold(list(open_.values())):
+        i = places[place]
         if isinstance(outcome, ContestError):
             found[i] = outcome
         else:

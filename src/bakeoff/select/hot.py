@@ -32,6 +32,7 @@ such contexts, so recomputation in backward selects as forward did."""
 
 _MOST_GUARDED = 4
 _has_grad, _is_deterministic = torch.is_grad_enabled, torch._C._get_deterministic_algorithms
+_in_func = torch._C._are_functorch_transforms_active
 _SCALARS = frozenset({bool, float, int, str, type(None)})
 
 
@@ -44,11 +45,7 @@ def current() -> Memo:
 def transformed() -> bool:
     """Whether more than autograd looks at calls now: transforms of torch.func, forward-mode derivatives,
     torch.jit.trace. Plain PyTorch composes with them; kernels and compiled code don't."""
-    return (
-        forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-    )
+    return forward_ad._current_level >= 0 or _in_func() or torch._C._get_tracing_state() is not None
 
 
 def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
@@ -68,20 +65,22 @@ def _guard(args: Sequence[Any], call: Callable[..., Any]) -> list[Callable[[Sequ
     nothing where there can be none.
 
     It is written out for them, since a loop over arguments takes longer than comparing them. PyTorch's guards
-    compare dispatch keys, too: those of torch.func and torch.jit.trace are others.
+    compare dispatch keys, too: those of torch.jit.trace are others. A nested tensor has no strides, for which
+    they end the process, also where torch.func has wrapped it.
     """
     given = {f"a{i}": a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
     if _Guards is None or len({id(tensor) for tensor in given.values()}) < len(given):
         return []  # guards take a tensor that is passed twice for another kind of call
     check = _Guards(*given.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     names: dict[str, Any] = {"call": call, "check": check, "forward_ad": forward_ad}
-    names |= {"has_grad": _has_grad, "is_deterministic": _is_deterministic}
-    conditions = ["forward_ad._current_level < 0", f"is_deterministic() is {_is_deterministic()}"]
+    names |= {"has_grad": _has_grad, "is_deterministic": _is_deterministic, "in_func": _in_func}
+    conditions = ["forward_ad._current_level < 0 and not in_func()"]
+    conditions.append(f"is_deterministic() is {_is_deterministic()}")
     if any(tensor.requires_grad for tensor in given.values()):
         conditions.append(f"has_grad() is {_has_grad()}")
     for i, a in enumerate(args):
         names |= {f"class{i}": a.__class__, f"value{i}": None if f"a{i}" in given else a}
-        if f"a{i}" in given:  # a nested one has no strides, for which check() ends the process
+        if f"a{i}" in given:
             conditions.append(f"a{i}.__class__ is class{i} and not a{i}.is_nested")
         elif a is None or isinstance(a, bool):
             conditions.append(f"a{i} is value{i}")

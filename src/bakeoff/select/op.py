@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from bakeoff.errors import PolicyError, Unsupported
 from bakeoff.select import hot
@@ -286,7 +286,7 @@ class Op:
         The hot path: a call of a kind that the current memo knows is only looked up, here, since even a
         function that does it would show.
         """
-        if impl is None and not is_dynamo_compiling():
+        if impl is None and not is_compiling():
             try:
                 decided = hot.memo.get()
                 if decided is None:
@@ -297,8 +297,10 @@ class Op:
                         break
                 else:
                     call = hot.known(self, args)
-            except (TypeError, AttributeError, RuntimeError):
-                call = None  # no tensor, or one without strides, or nothing to hash: the check will name it
+            except (TypeError, ValueError, AttributeError, RuntimeError):
+                call = (
+                    None  # no tensor, one without strides, nothing to hash, too few: the check will name it
+                )
             if call is not None:
                 return call(*args)
         from bakeoff.select.dispatch import dispatch  # bound late: dispatch knows policies, an op does not

@@ -4,6 +4,7 @@ They are timed alone, one contest after the other, once none compiles any more."
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -36,21 +37,34 @@ class Wanted(NamedTuple):
 
 
 class Workers:
-    """Up to `jobs` processes that hold contests in rounds."""
+    """Up to `jobs` processes that hold contests in rounds, until the end of the with-block."""
 
     def __init__(self, jobs: int, announce: Callable[[str], None] = lambda stage: None) -> None:
         self.workers = [Worker(announce=announce) for _ in range(max(1, jobs))]
+        self.turns = _Turns(0)
+        self.threads: list[threading.Thread] = []
+        """Those of the round in hand."""
 
     def __enter__(self) -> "Workers":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.turns.stop()
+        for worker in self.workers:
+            worker.ended = True
         self.close()
+        self._join()
+        self.close()  # what began in that moment
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; those of the next round are new ones."""
         for worker in self.workers:
             worker.close()
+
+    def _join(self) -> None:
+        for thread in self.threads:
+            if thread.ident is not None:  # it was started
+                thread.join()
 
     @property
     def jobs(self) -> int:
@@ -62,46 +76,42 @@ class Workers:
         for worker in self.workers:
             worker.start()
 
-    def hold(self, wanted: Sequence[Wanted]) -> list[Outcome]:
-        """Hold a round of contests, at most `jobs`.
+    def hold(self, wanted: Sequence[Wanted]) -> Iterator[tuple[int, Outcome]]:
+        """Hold a round of contests, at most `jobs`: (place in `wanted`, outcome), each when it is there.
 
         Processes side by side share the device's memory: a contest that ran short of it is held again alone.
+        What goes wrong beside the contests is raised at the end of the round.
         """
         if len(wanted) > self.jobs:
             raise ValueError(f"{len(wanted)} contests in a round of {self.jobs}")
-        turns = _Turns(len(wanted))
-        outcomes: list[Outcome | BaseException] = [ContestError("not held")] * len(wanted)
+        self.turns = turns = _Turns(len(wanted))
+        futures = [Future[list[Verdict]]() for _ in wanted]
 
         def work(i: int) -> None:
-            with turns.one() as ready:
-                outcomes[i] = _held(self.workers[i], wanted[i], ready)
+            try:
+                with turns.one(i) as ready:
+                    verdicts = self.workers[i].contest(*wanted[i], ready=ready)
+            except BaseException as error:  # noqa: BLE001  raised below
+                futures[i].set_exception(error)
+            else:
+                futures[i].set_result(verdicts)
 
-        threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(1, len(wanted))]
-        for thread in threads:
+        self.threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(wanted))]
+        for thread in self.threads:
             thread.start()
-        try:
-            if wanted:
-                work(0)
-            for thread in threads:
-                thread.join()
-        except BaseException:
-            self._stop(turns, threads)
-            raise
-        for i, outcome in enumerate(outcomes):
+        failed: BaseException | None = None
+        for i, future in enumerate(futures):
+            outcome: Outcome | BaseException = future.exception() or future.result()
             if len(wanted) > 1 and _short_of_memory(outcome):
+                self._join()
                 self.close()
-                outcomes[i] = _held(self.workers[0], wanted[i])
-        return [_raised_or(outcome) for outcome in outcomes]
-
-    def _stop(self, turns: "_Turns", threads: Sequence[threading.Thread]) -> None:
-        """End a round in which this thread was interrupted."""
-        turns.stop()
-        for worker in self.workers:
-            worker.ended = True
-        self.close()
-        for thread in threads:
-            thread.join()
-        self.close()  # what began in that moment
+                outcome = _alone(self.workers[0], wanted[i])
+            if isinstance(outcome, list | ContestError):
+                yield i, outcome
+            else:
+                failed = failed or outcome
+        if failed:
+            raise failed
 
 
 def fitting(device: str) -> int:
@@ -110,19 +120,11 @@ def fitting(device: str) -> int:
     return max(1, min(_MOST, cores // 2, hardware.free(device) // _EACH))
 
 
-def _held(
-    worker: Worker, wanted: Wanted, ready: Callable[[], None] = lambda: None
-) -> Outcome | BaseException:
+def _alone(worker: Worker, wanted: Wanted) -> Outcome:
     try:
-        return worker.contest(*wanted, ready=ready)
-    except Exception as error:  # noqa: BLE001  raised where the round was asked for
+        return worker.contest(*wanted)
+    except ContestError as error:
         return error
-
-
-def _raised_or(outcome: Outcome | BaseException) -> Outcome:
-    if isinstance(outcome, list | ContestError):
-        return outcome
-    raise outcome
 
 
 def _short_of_memory(outcome: Outcome | BaseException) -> bool:
@@ -134,17 +136,19 @@ def _short_of_memory(outcome: Outcome | BaseException) -> bool:
 
 
 class _Turns:
-    """Whose turn it is to measure, of so many contests of a round."""
+    """Whose turn it is to measure, of so many contests of a round: the first one's that waits, once all the
+    others wait or have ended."""
 
     def __init__(self, contests: int) -> None:
         self.busy = contests
         """How many compile, verify or measure."""
+        self.waiting: set[int] = set()
         self.stopped = False
         self.changed = threading.Condition()
 
     @contextmanager
-    def one(self) -> Iterator[Callable[[], None]]:
-        """For one contest: a function that waits until nothing else is at work. Its turn lasts to the end."""
+    def one(self, number: int) -> Iterator[Callable[[], None]]:
+        """For one contest: a function that waits for its turn, which lasts to the end."""
         waited = False
 
         def ready() -> None:
@@ -153,9 +157,11 @@ class _Turns:
                 return
             waited = True
             with self.changed:
+                self.waiting.add(number)
                 self.busy -= 1
                 self.changed.notify_all()
-                self.changed.wait_for(lambda: self.busy == 0 or self.stopped)
+                self.changed.wait_for(lambda: self._comes(number))
+                self.waiting.discard(number)
                 self.busy += 1
             if self.stopped:
                 raise ContestError("the round was stopped")
@@ -166,6 +172,9 @@ class _Turns:
             with self.changed:
                 self.busy -= 1
                 self.changed.notify_all()
+
+    def _comes(self, number: int) -> bool:
+        return self.stopped or (self.busy == 0 and number == min(self.waiting))
 
     def stop(self) -> None:
         """Let nobody wait any longer."""

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -83,7 +83,7 @@ def tune(
 
     Raises:
         PolicyError: an unknown regime; or the ranks of this job have agreed already (`tune_together`).
-        ValueError: a budget that isn't a number of seconds.
+        ValueError: a budget that isn't a number of seconds, or jobs that are no number.
 
     Example:
         >>> import torch, bakeoff
@@ -96,6 +96,8 @@ def tune(
         raise PolicyError(f"regimes={regimes!r} must be some of {REGIMES}, such as ('eager',)")
     if not isinstance(budget_s, int | float) or not budget_s >= 0:
         raise ValueError(f"budget_s={budget_s!r} must be a number of seconds, at least 0")
+    if not isinstance(jobs, int) or jobs < 0:
+        raise ValueError(f"jobs={jobs!r} must be a number of contests; 0 is as many as suit the machine")
     if policy.store.agreed is not None:
         if dist.is_available() and dist.is_initialized():
             raise PolicyError(
@@ -156,7 +158,7 @@ def _settled(
         for name, _ in places:
             announce(name)
         begun = time.monotonic()
-        share = min(_PER_KEY_S, left)
+        share = min(_PER_KEY_S, left / len(places))
         outcomes = _hold([wanted[place]._replace(budget_s=share) for place in places], workers)
         rounds += 1
         taken += (time.monotonic() - begun - taken) / rounds
@@ -165,19 +167,13 @@ def _settled(
 
 
 def _rounds(wanted: dict[Place, Wanted], jobs: int) -> Iterator[list[Place]]:
-    """The contests in order, up to `jobs` at a time; one whose op only this process knows is alone."""
-    together: list[Place] = []
-    for place, contest_ in wanted.items():
-        here = home_of(contest_.op) is None
-        if together and (here or len(together) == jobs):
-            yield together
-            together = []
-        together.append(place)
-        if here:
-            yield together
-            together = []
-    if together:
-        yield together
+    """The contests, up to `jobs` at a time; then, one by one, those of ops that only this process knows."""
+    here = [place for place, one in wanted.items() if home_of(one.op) is None]
+    others = [place for place in wanted if place not in here]
+    for i in range(0, len(others), jobs):
+        yield others[i : i + jobs]
+    for place in here:
+        yield [place]
 
 
 def note(op: Op, case: Case, regime: str) -> bool:
@@ -243,15 +239,20 @@ def _uninvited(op: Op) -> dict[str, str]:
 
 
 def _hold(wanted: Sequence[Wanted], workers: Workers) -> list[Outcome]:
-    """Hold a round of contests and keep their verdicts."""
-    here = home_of(wanted[0].op) is None  # defined in a script: only this process knows it
-    outcomes = [_held_here(wanted[0])] if here else workers.hold(wanted)
-    for one, outcome in zip(wanted, outcomes, strict=True):
+    """Hold a round of contests and keep each one's verdicts as soon as there are some."""
+    outcomes: dict[int, Outcome] = {}
+    if home_of(wanted[0].op) is None:  # defined in a script: only this process knows it
+        workers.close()  # some may still be loading
+        round_: Iterable[tuple[int, Outcome]] = [(0, _held_here(wanted[0]))]
+    else:
+        round_ = workers.hold(wanted)
+    for i, outcome in round_:
+        outcomes[i] = outcome
         if isinstance(outcome, ContestError):
             log.warning("%s", outcome)
         else:
-            policy.store.add(outcome, one.case.device)
-    return outcomes
+            policy.store.add(outcome, wanted[i].case.device)
+    return [outcomes[i] for i in range(len(wanted))]
 
 
 def _held_here(wanted: Wanted) -> Outcome:

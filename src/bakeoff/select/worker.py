@@ -99,9 +99,15 @@ class Worker:
         out = dict(skip or {})
         while True:
             self._send(Request(home, case, regimes, budget_s, out, for_the_record, *_numerics()))
-            at_work, reason, verdicts = self._listen(ready)
+            try:
+                at_work, reason, verdicts = self._listen(ready)
+            except BaseException:  # of those who hear: it is in the middle of a contest
+                self.close()
+                raise
             if verdicts is not None:
                 return [_by_our_hashes(op, verdict) for verdict in verdicts]
+            if not at_work:
+                raise ContestError(reason)
             self.close()
             if at_work not in op.by_name or at_work == op.incumbent.name or at_work in out:
                 raise ContestError(f"{op.name}: the contest failed while at '{at_work}': {reason}")
@@ -131,7 +137,8 @@ class Worker:
         self.close()
 
     def _listen(self, ready: Callable[[], None]) -> tuple[str, str, list[Verdict] | None]:
-        """Follow one contest: (stage or candidate at work, why it failed, verdicts)."""
+        """Follow one contest: (stage or candidate at work, why it failed, verdicts); nothing is at work where
+        the worker itself says why."""
         stage = "start"
         while True:
             try:
@@ -150,7 +157,7 @@ class Worker:
             if answer.lost:
                 return answer.lost, answer.error, None
             if answer.error:
-                raise ContestError(answer.error)
+                return "", answer.error, None
             stage = answer.stage
             if stage != _candidate(stage):  # a bare name is the next sample, not worth a line
                 self.announce(stage)
