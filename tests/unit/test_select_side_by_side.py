@@ -85,6 +85,21 @@ def test_what_is_measured_is_measured_alone_and_after_all_have_compiled(fake: ty
     assert fake.noted[8:] == [f"{n} {what}" for n in (1, 2, 3, 4) for what in ("measures", "done")]
 
 
+def test_the_next_is_measured_when_the_last_has_been_dealt_with(fake: type[Fake]) -> None:
+    def act(_: Any, ready: Ready) -> Any:
+        ready()
+        fake.noted.append("measures")
+        return verdicts
+
+    verdicts = good()
+    fake.acts = {1: act, 2: act}
+    with Workers(2) as workers:
+        for _ in workers.hold(wanted(1, 2)):
+            time.sleep(0.1)
+            fake.noted.append("dealt with")
+    assert fake.noted == ["measures", "dealt with"] * 2
+
+
 def test_who_fails_or_begins_again_holds_nobody_up(fake: type[Fake]) -> None:
     verdicts = good()
     order: list[str] = []

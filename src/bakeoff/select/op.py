@@ -298,9 +298,7 @@ class Op:
                 else:
                     call = hot.known(self, args)
             except (TypeError, ValueError, AttributeError, RuntimeError):
-                call = (
-                    None  # no tensor, one without strides, nothing to hash, too few: the check will name it
-                )
+                call = None  # no tensor, one without strides, nothing to hash: the check will name it
             if call is not None:
                 return call(*args)
         from bakeoff.select.dispatch import dispatch  # bound late: dispatch knows policies, an op does not

@@ -79,8 +79,9 @@ class Workers:
     def hold(self, wanted: Sequence[Wanted]) -> Iterator[tuple[int, Outcome]]:
         """Hold a round of contests, at most `jobs`: (place in `wanted`, outcome), each when it is there.
 
-        Processes side by side share the device's memory: a contest that ran short of it is held again alone.
-        What goes wrong beside the contests is raised at the end of the round.
+        The next is measured when the caller asks for it. Processes side by side share the device's memory: a
+        contest that ran short of it is held again alone. What goes wrong beside the contests is raised at the
+        end of the round.
         """
         if len(wanted) > self.jobs:
             raise ValueError(f"{len(wanted)} contests in a round of {self.jobs}")
@@ -100,16 +101,20 @@ class Workers:
         for thread in self.threads:
             thread.start()
         failed: BaseException | None = None
+        again = []
         for i, future in enumerate(futures):
             outcome: Outcome | BaseException = future.exception() or future.result()
             if len(wanted) > 1 and _short_of_memory(outcome):
-                self._join()
-                self.close()
-                outcome = _alone(self.workers[0], wanted[i])
-            if isinstance(outcome, list | ContestError):
+                again.append(i)
+            elif isinstance(outcome, list | ContestError):
                 yield i, outcome
             else:
                 failed = failed or outcome
+            turns.over(i)
+        if again:
+            self.close()
+        for i in again:
+            yield i, _alone(self.workers[0], wanted[i])
         if failed:
             raise failed
 
@@ -137,18 +142,19 @@ def _short_of_memory(outcome: Outcome | BaseException) -> bool:
 
 class _Turns:
     """Whose turn it is to measure, of so many contests of a round: the first one's that waits, once all the
-    others wait or have ended."""
+    others wait or are over."""
 
     def __init__(self, contests: int) -> None:
         self.busy = contests
-        """How many compile, verify or measure."""
+        """How many compile, verify or have their turn."""
         self.waiting: set[int] = set()
+        self.turn = -1
         self.stopped = False
         self.changed = threading.Condition()
 
     @contextmanager
     def one(self, number: int) -> Iterator[Callable[[], None]]:
-        """For one contest: a function that waits for its turn, which lasts to the end."""
+        """For one contest: a function that waits for its turn, which lasts until it is `over`."""
         waited = False
 
         def ready() -> None:
@@ -163,18 +169,28 @@ class _Turns:
                 self.changed.wait_for(lambda: self._comes(number))
                 self.waiting.discard(number)
                 self.busy += 1
+                self.turn = number
             if self.stopped:
                 raise ContestError("the round was stopped")
 
         try:
             yield ready
         finally:
-            with self.changed:
-                self.busy -= 1
-                self.changed.notify_all()
+            if not waited:
+                self._leave()
 
     def _comes(self, number: int) -> bool:
         return self.stopped or (self.busy == 0 and number == min(self.waiting))
+
+    def over(self, number: int) -> None:
+        """The outcome of this contest has been dealt with."""
+        if number == self.turn:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self.changed:
+            self.busy -= 1
+            self.changed.notify_all()
 
     def stop(self) -> None:
         """Let nobody wait any longer."""
