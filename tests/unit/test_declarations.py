@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import re
 from dataclasses import replace
@@ -23,6 +24,8 @@ LINES = {
     if isinstance(line, ast.ImportFrom) and line.module
 }
 """The public functions by folder, as the registry's lines name them."""
+SHARED = {"bakeoff.launch", "bakeoff.cuda"}
+"""What launches the kernels of several ops."""
 NAMES = sorted(name for name in LINES if isinstance(registry.get(name), Op))
 
 
@@ -95,6 +98,32 @@ def test_editing_a_kernel_makes_what_was_measured_stale(op: Op, monkeypatch: pyt
         assert any(replace(c).source_hash != hashes[c.name] for c in op.candidates), edited
     monkeypatch.undo()
     assert {candidate.name: replace(candidate).source_hash for candidate in op.candidates} == hashes
+
+
+def imported(module: str) -> set[str]:
+    """The modules behind kernels that a module imports, read, not run."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    found = set()
+    for node in ast.walk(ast.parse(Path(spec.origin or "").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module in ("bakeoff", *SHARED):
+            found |= {f"bakeoff.{name.name}" for name in node.names} & SHARED or {node.module} & SHARED
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bakeoff.ops."):
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                package = importlib.util.find_spec(str(node.module))
+                whole = package is not None and package.submodule_search_locations is not None
+                found.add(inner if whole and importlib.util.find_spec(inner) else str(node.module))
+    return found
+
+
+def test_a_verdict_depends_on_all_that_its_kernels_run_through(op: Op) -> None:
+    """What a candidate's sources import is among them."""
+    for candidate in op.candidates:
+        if candidate.launches and isinstance(candidate.load, str):
+            sources = {source for source in candidate.sources if ":" not in source}
+            missing = {name for source in sources for name in imported(source)} - sources
+            assert missing <= {candidate.load.split(":")[0]}, candidate.name
 
 
 def test_metadata_names_arguments(op: Op) -> None:

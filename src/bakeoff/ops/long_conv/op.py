@@ -216,7 +216,9 @@ OP = Op(
             requires=("triton",),
             supports=_direct,
             sources=(
-                *(f"{_HERE}.{room}" for room in ("rows", "run", "direct", "direct_major", *_DIRECT)),
+                *_ROWS,
+                *(f"{_HERE}.{room}" for room in ("direct", "direct_major", *_DIRECT)),
+                "bakeoff.launch",
                 "bakeoff.cuda",
             ),
             launches="bakeoff.cuda:launches",
@@ -237,6 +239,7 @@ OP = Op(
             sources=(
                 *_ROWS,
                 *(f"{_HERE}.{room}" for room in ("fft", "plan", "kernels:fft.cu", "kernels:data.cuh")),
+                "bakeoff.launch",
                 "bakeoff.cuda",
             ),
             launches="bakeoff.cuda:launches",
