@@ -199,6 +199,18 @@ def test_uploads_are_pinned_in_a_contest_too(monkeypatch: pytest.MonkeyPatch) ->
     assert reserve.pinned.is_pinned()
 
 
+def test_one_call_prepares_a_graph_of_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a contest captures, of the longest lists, whose tables are no multiple of 16 bytes."""
+    monkeypatch.setattr(tables, "_reserves", {})
+    tensors = [torch.ones(64, device="cuda") for _ in range(9_999)]
+    global_norm(tensors, impl="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norms = [global_norm(tensors, impl="triton") for _ in range(64)]
+    graph.replay()
+    assert all(norm.item() == pytest.approx((9_999 * 64) ** 0.5, rel=1e-5) for norm in norms)
+
+
 def test_capture_without_a_step_before_names_the_fix() -> None:
     params = parameters(shapes=[(64, 32)])
     stepper = AdamW(params, impl="triton")

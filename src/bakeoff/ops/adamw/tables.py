@@ -19,7 +19,8 @@ __all__ = ["Fetch", "Table", "table_for"]
 Fetch = Callable[[int, Tensor], None]
 """Launches a kernel that copies from an address in pinned memory to an int32 device tensor."""
 
-_RESERVE = 1 << 20  # bytes kept for uploads inside CUDA graph capture
+_RESERVE = 1 << 20  # bytes kept for uploads inside CUDA graph capture, at least,
+_UPLOADS = 64  # and as many times what a table takes: a graph of that many calls
 _MOST_TABLES = 256
 
 _UNPREPARED = (
@@ -55,7 +56,7 @@ class _Reserve:
         if end > self.free.stop:
             raise RuntimeError(_UNPREPARED)
         taken = self.pinned[self.free.start : end], self.placed[self.free.start : end]
-        self.free = slice(-(-end // 16) * 16, self.free.stop)
+        self.free = slice(-(-end // 16) * 16, self.free.stop)  # kernels read 16 bytes at a time
         return taken
 
 
@@ -150,7 +151,7 @@ class Table:
             self._users[stream] = torch.cuda.current_stream(self.device)
             self._uploaded.wait(self._users[stream])
         reserve = _reserves.get(self.device)
-        wanted = max(_RESERVE, 16 * nbytes)
+        wanted = max(_RESERVE, _UPLOADS * (nbytes + 15))
         if reserve is None or reserve.free.stop - reserve.free.start < wanted:
             _reserves[self.device] = _Reserve(wanted, self.device)
 
