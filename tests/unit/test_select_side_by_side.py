@@ -27,7 +27,7 @@ class Fake:
     acts: dict[int, Callable[[Any, Ready], Any]]
     others: int
 
-    def __init__(self, announce: object = None) -> None:
+    def __init__(self, **_: object) -> None:
         self.closed = 0
         self.ended = False
 

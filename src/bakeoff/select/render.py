@@ -34,7 +34,8 @@ def selection_table(explanations: Iterable[Explanation]) -> Group:
     if cached:
         parts.append(
             Text(
-                "over 100 %: the data stay in a cache, which is faster than the memory the limit is of",
+                "over 100 %: the limit is of a copy through memory; data that stay in a cache, or are read more "
+                "than written, can be faster",
                 style="dim",
             )
         )

@@ -4,7 +4,7 @@ They are timed alone, one contest after the other, once none compiles any more."
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from bakeoff import hardware
 from bakeoff.errors import ContestError
 from bakeoff.select.op import Case, Op
 from bakeoff.select.verdict import Verdict
-from bakeoff.select.worker import Worker
+from bakeoff.select.worker import STAGE_LIMIT_S, Worker
 
 __all__ = ["Outcome", "Wanted", "Workers", "fitting"]
 
@@ -39,8 +39,14 @@ class Wanted(NamedTuple):
 class Workers:
     """Up to `jobs` processes that hold contests in rounds, until the end of the with-block."""
 
-    def __init__(self, jobs: int, announce: Callable[[str], None] = lambda stage: None) -> None:
-        self.workers = [Worker(announce=announce) for _ in range(max(1, jobs))]
+    def __init__(
+        self,
+        jobs: int,
+        announce: Callable[[str], None] = lambda stage: None,
+        *,
+        stage_limit_s: float = STAGE_LIMIT_S,
+    ) -> None:
+        self.workers = [Worker(stage_limit_s=stage_limit_s, announce=announce) for _ in range(max(1, jobs))]
         self.turns = _Turns(0)
         self.threads: list[threading.Thread] = []
         """Those of the round in hand."""
@@ -103,6 +109,8 @@ class Workers:
         failed: BaseException | None = None
         again = []
         for i, future in enumerate(futures):
+            while wait([future], timeout=0.2).not_done:
+                pass  # not for ever: a signal that another thread gets does not wake this one
             outcome: Outcome | BaseException = future.exception() or future.result()
             if len(wanted) > 1 and _short_of_memory(outcome):
                 again.append(i)

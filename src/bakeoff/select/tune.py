@@ -18,12 +18,13 @@ from bakeoff.select.op import Case, Op
 from bakeoff.select.side_by_side import Outcome, Wanted, Workers, fitting
 from bakeoff.select.table import cache_dir
 from bakeoff.select.verdict import Verdict
-from bakeoff.select.worker import home_of
+from bakeoff.select.worker import STAGE_LIMIT_S, home_of
 
 __all__ = ["TuneReport", "settle", "tune"]
 
 log = logging.getLogger("bakeoff")
 _PER_KEY_S = 1.5
+_LEAST_STAGE_S = 60.0
 _NOT_ASKED = "third-party: left out of tuning (peers=True lets it compete)"
 
 
@@ -67,7 +68,8 @@ def tune(
         step: one real training step (forward and backward). It runs exactly once.
         budget_s: seconds for all contests. Keys that no time is left for are listed and keep their heuristic;
             a contest that would end well beyond the budget, judged by those before, is not begun. A
-            candidate that hangs costs up to two minutes more, once: then it is out.
+            candidate that hangs, or compiles for longer than twice the budget (at least a minute, at most
+            two), is out once that is over.
         regimes: settle these; default: those of the device (``eager``, on CUDA also ``graph``), and
             ``compiled`` for ops met inside torch.compile.
         peers: let installed third-party candidates compete, too. Some spend a minute on tuning themselves at
@@ -107,7 +109,8 @@ def tune(
         policy.store.agreed = None  # that job is over
     start = time.monotonic()
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_initialized() else "cpu"
-    with Workers(jobs or fitting(device), announce) as workers:
+    limit = min(max(2 * budget_s, _LEAST_STAGE_S), STAGE_LIMIT_S)
+    with Workers(jobs or fitting(device), announce, stage_limit_s=limit) as workers:
         if budget_s > 0 and not _tables():
             workers.start()  # nothing is known yet: contests are certain, and workers load beside the step
         with recording() as recorded:

@@ -24,9 +24,10 @@ from bakeoff.select.contest import DeviceLost, contest
 from bakeoff.select.op import Case, Op, resolve
 from bakeoff.select.verdict import Verdict
 
-__all__ = ["Worker", "home_of"]
+__all__ = ["STAGE_LIMIT_S", "Worker", "home_of"]
 
 STAGE_LIMIT_S = 120.0
+"""What a candidate may take to compile and be verified, or to be measured once."""
 STAGE_MARK = b"\0"
 """What the worker writes to its standard error as a stage begins: complaints before it were about another."""
 
