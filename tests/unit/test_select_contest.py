@@ -21,7 +21,7 @@ def trial(verdict: Verdict, name: str) -> Trial:
     return next(t for t in verdict.trials if t.candidate == name)
 
 
-def timed(build: Callable[[zoo.FakeTime], Op], *regimes: str) -> list[Verdict]:
+def timed(build: Callable[[zoo.FakeTime], Op], *regimes: str, for_the_record: bool = False) -> list[Verdict]:
     """A contest in which only the candidates' own costs move the clocks."""
     time = zoo.FakeTime()
     timers: dict[str, Timer] = {
@@ -35,6 +35,7 @@ def timed(build: Callable[[zoo.FakeTime], Op], *regimes: str) -> list[Verdict]:
         timers=timers,
         clock=lambda: time.host,
         budget_s=1.0,
+        for_the_record=for_the_record,
     )
 
 
@@ -237,10 +238,14 @@ def test_the_version_of_what_is_not_installed_is_not_searched_for(monkeypatch: p
     assert len(Candidate("a", f"{zoo.HERE}:good", requires=("absent_from_here",)).source_hash) == 12
 
 
-def test_a_baseline_is_measured_and_never_chosen() -> None:
-    (verdict,) = timed(against(1.0, baseline=True), "eager")
+def test_a_baseline_is_measured_for_the_record_and_never_chosen() -> None:
+    (verdict,) = timed(against(1.0, baseline=True), "eager", for_the_record=True)
     assert verdict.winner == "eager"
     assert all(trial.timing and not trial.rejected for trial in verdict.trials)
+    (verdict,) = timed(against(1.0, baseline=True), "eager")
+    assert verdict.winner == "eager"
+    assert [bool(trial.timing) for trial in verdict.trials] == [True, False]
+    assert "a baseline" in (verdict.trials[1].rejected or "")
 
 
 def test_who_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Rounds of contests: nothing is measured while anything else is at work, and nobody waits for ever."""
 
+import _thread
 import os
 import threading
 import time
@@ -227,6 +228,23 @@ def test_an_interrupted_round_leaves_no_process_and_no_thread() -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     with pytest.raises(ContestError, match="interrupted"):
         workers.workers[0].start()
+
+
+def test_ctrl_c_is_heard_though_the_signal_woke_another_thread(fake: type[Fake]) -> None:
+    """`interrupt_main` notes a signal and, like one that another thread got, wakes nobody."""
+    over = threading.Event()
+
+    def act(_: Any, ready: Ready) -> None:
+        time.sleep(0.1)  # by now the main thread waits
+        _thread.interrupt_main()
+        fake.noted.append("waited for" if over.wait(5) else "nobody came")
+
+    fake.acts = {1: act}
+    workers = Workers(1)
+    with pytest.raises(KeyboardInterrupt):
+        list(workers.hold(wanted(1)))
+    assert fake.noted == []
+    over.set()
 
 
 def test_an_interrupt_while_a_round_begins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

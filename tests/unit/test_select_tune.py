@@ -349,6 +349,16 @@ def test_jobs_are_a_number_of_contests(jobs: Any) -> None:
         tune(lambda: pytest.fail("the step ran"), jobs=jobs)
 
 
+@pytest.mark.parametrize(("budget", "limit"), [(1.0, 60), (45.0, 90), (math.inf, 120)])
+def test_what_compiles_for_long_is_waited_for_as_the_budget_allows(
+    monkeypatch: pytest.MonkeyPatch, budget: float, limit: float
+) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(module.Workers, "start", lambda self: seen.append(self.workers[0].stage_limit_s))
+    tune(lambda: None, budget)
+    assert seen == [limit]
+
+
 def test_third_parties_compete_only_when_asked_for() -> None:
     made = zoo.with_candidates(zoo.CALM, zoo.GOOD, Candidate("peer", zoo.good, requires=("click",)))
     x, w = torch.randn(16, 8), torch.randn(8)

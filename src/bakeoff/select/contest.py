@@ -24,6 +24,7 @@ from bakeoff.select.verify import Errors, Inaccurate, Rejected, Yardstick, verif
 __all__ = ["DeviceLost", "contest", "regimes_of", "timers_for"]
 
 Announce = Callable[[str], None]
+_BASELINE = "a baseline: timed by `bakeoff bench` alone, and never chosen"
 
 
 class DeviceLost(ContestError):
@@ -62,8 +63,8 @@ def contest(
     device); candidates are verified at the case as it is, too.
 
     `budget_s` bounds the time spent measuring (verification comes on top); `skip` names candidates already
-    known to be out, with the reason; `for_the_record`, candidates that are out for their error alone are
-    timed, too, without a chance to win, and on a GPU every candidate that is timed is weighed; `announce`
+    known to be out, with the reason; `for_the_record`, baselines and candidates that are out for their error
+    alone are timed, too, without a chance to win, and on a GPU all that are timed are weighed; `announce`
     hears each stage as it begins (``candidate: stage``), and the candidate's bare name before each sample;
     `ready` is called before the first thing is timed, and returns when the device is free for it.
     """
@@ -71,8 +72,11 @@ def contest(
     called, case = case, op.bucket(case)
     regimes = regimes_of(case) if regimes is None else tuple(regimes)
     timers = timers or timers_for(case)
+    baselines = {} if for_the_record else {c.name: _BASELINE for c in op.candidates if c.baseline}
     try:
-        stick, passed, rejected, inaccurate = _qualify(op, case, called, dict(skip or {}), announce)
+        stick, passed, rejected, inaccurate = _qualify(
+            op, case, called, {**baselines, **(skip or {})}, announce
+        )
         timed = {*passed, *(inaccurate if for_the_record else ())}
         _release(case)
         hashes = {candidate.name: candidate.source_hash for candidate in op.candidates}  # can take a second
@@ -93,8 +97,8 @@ def contest(
     _release(case)
     peaks = _peaks(op, case, sorted(timed), announce) if for_the_record else {}
     return [
-        _verdict(op, case, regime, hashes, passed, timings, {**rejected, **out}, peaks, warning)
-        for regime, (timings, out) in measured.items()
+        _verdict(op, case, regime, hashes, passed, timings, {**rejected, **unfit}, peaks, warning)
+        for regime, (timings, unfit) in measured.items()
     ]
 
 

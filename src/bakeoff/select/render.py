@@ -34,8 +34,8 @@ def selection_table(explanations: Iterable[Explanation]) -> Group:
     if cached:
         parts.append(
             Text(
-                "over 100 %: the limit is of a copy through memory; data that stay in a cache, or are read more "
-                "than written, can be faster",
+                "over 100 %: the limit is that of a copy through memory, which data that stay in a cache or are"
+                " mostly read can beat",
                 style="dim",
             )
         )

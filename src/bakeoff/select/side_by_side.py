@@ -109,9 +109,7 @@ class Workers:
         failed: BaseException | None = None
         again = []
         for i, future in enumerate(futures):
-            while wait([future], timeout=0.2).not_done:
-                pass  # not for ever: a signal that another thread gets does not wake this one
-            outcome: Outcome | BaseException = future.exception() or future.result()
+            outcome = _awaited(future)
             if len(wanted) > 1 and _short_of_memory(outcome):
                 again.append(i)
             elif isinstance(outcome, list | ContestError):
@@ -125,6 +123,14 @@ class Workers:
             yield i, _alone(self.workers[0], wanted[i])
         if failed:
             raise failed
+
+
+def _awaited(future: Future[list[Verdict]]) -> list[Verdict] | BaseException:
+    """What comes of it. A signal that another thread gets, as Ctrl-C may be, does not wake this one: it looks
+    itself now and then."""
+    while wait([future], timeout=0.2).not_done:
+        pass
+    return future.exception() or future.result()
 
 
 def fitting(device: str) -> int:
