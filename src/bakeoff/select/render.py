@@ -12,6 +12,7 @@ from bakeoff.select.explain import Row, rows_of
 __all__ = ["explained", "milliseconds", "selection_table"]
 
 _HEADINGS = (("candidate", 10), ("ms", 9), ("of limit", 8), ("error", 8), ("chosen", 6))
+_OVER = "over 100 %: the limit is that of a copy through memory; data in a cache, or mostly read, can beat it"
 
 
 def explained(verdict: Verdict, device: str, source: str = "measured now") -> Explanation:
@@ -32,13 +33,7 @@ def selection_table(explanations: Iterable[Explanation]) -> Group:
             parts.append(Text(f"  little trust: {explanation.warning}", style="yellow"))
         parts.append(Text(f"  from: {explanation.source}", style="dim"))
     if cached:
-        parts.append(
-            Text(
-                "over 100 %: the limit is that of a copy through memory, which data that stay in a cache or are"
-                " mostly read can beat",
-                style="dim",
-            )
-        )
+        parts.append(Text(_OVER, style="dim"))
     return Group(*parts)
 
 
