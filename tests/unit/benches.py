@@ -27,7 +27,7 @@ class FakeWorker:
     )
     held: list[str]
 
-    def __init__(self, announce: Callable[[str], None] = lambda stage: None) -> None:
+    def __init__(self, announce: Callable[[str], None] = lambda stage: None, **_: object) -> None:
         self.announce = announce
 
     def contest(

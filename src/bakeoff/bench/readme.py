@@ -261,7 +261,11 @@ SECTIONS: dict[str, Callable[[File, str], str]] = {
 @click.option("--check", is_flag=True, help="Change nothing; exit with 1 when the README is out of date.")
 @click.option("--readme", type=click.Path(path_type=Path), default=Path("README.md"), show_default=True)
 @click.option(
-    "--results", "folder", type=click.Path(path_type=Path), default=Path("results"), show_default=True
+    "--results",
+    "folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path("results"),
+    show_default=True,
 )
 def main(check: bool, readme: Path, folder: Path) -> None:
     """Write the table of results between the README's markers."""
