@@ -4,18 +4,21 @@ import errno
 import json
 import logging
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.llm_med import LLMMed
-from bakeoff.train import checkpoint
+from bakeoff.train import checkpoint, train
 from bakeoff.train.checkpoint import CheckpointError, State, latest, load, load_run, save, steps
-from bakeoff.train.config import Config
+from bakeoff.train.config import Config, resolve
 
 CONFIG = Config(model=ModelConfig(d_model=16, layers=1, heads=2, max_seq_len=8))
 
@@ -51,6 +54,79 @@ def test_round_trip(tmp_path: Path) -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(found.weights[name], tensor)
         assert torch.equal(moments[f"{name}/exp_avg"], 2 * tensor)
+
+
+def changed(run: Path, name: str, change: Callable[[Path], None]) -> Path:
+    """The newest checkpoint, one file of which was changed on purpose: the manifest knows of it."""
+    folder = steps(run)[-1]
+    change(folder / name)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    data = (folder / name).read_bytes()
+    manifest["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize("how", ["missing", "extra", "shape", "int8"])
+def test_weights_of_another_model_are_refused(tmp_path: Path, how: str) -> None:
+    def change(path: Path) -> None:
+        weights = load_file(path)
+        name = min(weights)
+        weights |= {
+            "missing": {},
+            "extra": {"extra": torch.ones(1)},
+            "shape": {name: torch.ones(3)},
+            "int8": {name: weights[name].to(torch.int8)},
+        }[how]
+        if how == "missing":
+            del weights[name]
+        save_file(weights, path)
+
+    write(tmp_path, 1)
+    folder = changed(tmp_path, "model.safetensors", change)
+    with pytest.raises(CheckpointError, match=r"model.safetensors holds other weights .*: see "):
+        load_run(tmp_path)
+    with pytest.raises(CheckpointError, match="holds other weights"):
+        load(folder).model()
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    def change(path: Path) -> None:
+        save_file({name: torch.full_like(t, float("nan")) for name, t in load_file(path).items()}, path)
+
+    write(tmp_path, 1)
+    changed(tmp_path, "model.safetensors", change)
+    with pytest.raises(CheckpointError, match="not finite: training diverged"):
+        load_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"step": 1}, "logged_step"),
+        ({"step": 1, "logged_step": 1, "elapsed": None, "before": 8.0, "data_bytes": 3}, "elapsed"),
+    ],
+)
+def test_numbers_that_a_run_needs(tmp_path: Path, numbers: dict[str, Any], said: str) -> None:
+    def change(path: Path) -> None:
+        path.write_text(json.dumps(numbers))
+
+    write(tmp_path, 1)
+    folder = changed(tmp_path, "run.json", change)
+    with pytest.raises(CheckpointError, match=rf"run.json: .*{said}"):
+        load(folder).progress()
+
+
+def test_a_run_goes_on_only_with_all_that_it_saved(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.write_bytes(bytes(range(256)) * 40)
+    where = [f"data.path={data}", f"train.run_dir={tmp_path / 'run'}", "train.device=cpu"]
+    config = resolve(CONFIG, None, [*where, "train.steps=1", "train.batch_size=2", "select.tune=false"])
+    console = Console(quiet=True)
+    train(config, console=console)
+    changed(tmp_path / "run", "run.safetensors", lambda path: save_file({}, path))
+    with pytest.raises(CheckpointError, match=r"run.safetensors is of another version: 'window'"):
+        train(resolve(config, None, ["train.steps=2"]), console=console)
 
 
 def test_moments_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -236,6 +237,21 @@ def test_the_version_of_what_is_not_installed_is_not_searched_for(monkeypatch: p
     _distributions.cache_clear()
     assert package_version("absent_from_here") == "?"
     assert len(Candidate("a", f"{zoo.HERE}:good", requires=("absent_from_here",)).source_hash) == 12
+
+
+def test_an_exception_without_a_text_is_a_rejection_too() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    def mute(*_: Any) -> Any:
+        raise Mute
+
+    op = zoo.op(Candidate("mute", mute), zoo.GOOD)
+    (verdict,) = contest(op, zoo.case(), ("eager",), budget_s=0.01)
+    reasons = {trial.candidate: trial.rejected for trial in verdict.trials}
+    assert reasons["mute"] == "Mute: (its text can't be had: ValueError)"
+    assert reasons[zoo.GOOD.name] is None
 
 
 def test_a_baseline_is_measured_for_the_record_and_never_chosen() -> None:

@@ -1,6 +1,7 @@
 """From a call to a candidate: metadata alone, one look-up when known, a constant under torch.compile."""
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from bakeoff import ops
 from bakeoff.errors import PolicyError, Unsupported
@@ -34,7 +37,7 @@ def _empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_plain_pytorch_runs_where_more_than_autograd_looks() -> None:
-    """Forward-mode derivatives, torch.func and torch.jit.trace: kernels would lose what they carry."""
+    """Forward-mode derivatives, torch.func, torch.jit.trace and modes: kernels would lose what they carry."""
     op = zoo.op(noting("two"), incumbent=noting("eager"), name="zoo_transformed")
     x, w = torch.randn(4, 8), torch.randn(8)
     with zoo.registered(op):
@@ -51,11 +54,54 @@ def test_plain_pytorch_runs_where_more_than_autograd_looks() -> None:
         torch.func.grad(lambda v: op(x, w, None).sum() * v.sum())(w)
         torch.func.jvp(lambda x: op(x, w, None), (x,), (x,))
         torch.jit.trace(lambda x: op(x, w, None), x, check_trace=False)
+        with FlopCounterMode(display=False):
+            op(x, w, None)
+        make_fx(lambda x: op(x, w, None))(x)
+        make_fx(lambda x, w: op(x, w, None), tracing_mode="fake")(x, w)
         assert set(ran) == {"eager"}
-        assert len(ran) == 7
+        assert len(ran) == 10
         ran.clear()
         op(x, w, None)
         assert ran == ["two"]
+
+
+def test_selective_checkpointing_keeps_its_winners() -> None:
+    op = zoo.op(noting("two"), incumbent=noting("eager"), name="zoo_selective")
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8)
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+
+    with zoo.registered(op), using(zoo_selective="two"):
+        for _ in range(2):
+            out = checkpoint(lambda x: op(x, w, None), x, use_reentrant=False, context_fn=contexts)
+            out.sum().backward()
+    assert set(ran) == {"two"}
+
+
+def test_memory_that_holds_the_negative_or_the_conjugate_is_resolved_first() -> None:
+    """torch.compile and kernels take what lies in memory for the values."""
+
+    def raw(x: torch.Tensor, w: Any, flag: Any = None) -> torch.Tensor:
+        ran.append("raw")
+        assert not x.is_neg()
+        assert not x.is_conj()
+        return torch.tanh(x) * w + 1
+
+    op = zoo.op(Candidate("raw", raw), name="zoo_lazy")
+    plain, w = torch.randn(4, 8, requires_grad=True), torch.randn(8)
+    negative = torch.complex(torch.zeros(4, 8), plain).conj().imag
+    same = torch._neg_view(plain)  # contiguous
+    assert negative.is_neg()
+    with zoo.registered(op):
+        for impl, x in itertools.product((None, "raw"), (plain, negative, plain, same, negative)):
+            with using(zoo_lazy="raw"):
+                found = op(x, w, None, impl=impl)
+            torch.testing.assert_close(found, one(plain if x is plain else -plain, w))
+        (slope,) = torch.autograd.grad(op(same, w, None, impl="raw").sum(), plain)
+        (expected,) = torch.autograd.grad(one(-plain, w).sum(), plain)
+    torch.testing.assert_close(slope, expected)
+    assert ran == ["raw"] * 11
 
 
 def test_wrong_arguments_are_refused_under_transforms_too() -> None:

@@ -308,7 +308,11 @@ def _reason(candidate: Candidate, error: Exception) -> str:
     if isinstance(error, torch.cuda.OutOfMemoryError):
         torch.cuda.empty_cache()
         return "CUDA out of memory"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    try:
+        text = str(error)
+    except Exception as unprintable:
+        text = f"(its text can't be had: {type(unprintable).__name__})"
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # a heading says nothing alone
     reason = f"{type(error).__name__}: {first[:300]}"
     if "CUDA error" in first or "CUDA driver error" in first:

@@ -50,6 +50,8 @@ def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
         return _traced(op, args, impl)
     if impl is ASK:
         raise Asked(checked(op, args))
+    if any(map(_lazy, args)) and not hot.transformed():
+        return op(*map(_resolved, args), impl=impl)
     if impl is not None:
         return _explicit(op, args, impl)
     if hot.transformed():
@@ -68,6 +70,16 @@ def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
         )
         return op.incumbent.call(*args)
     return decide(op, case, hot.fingerprint(op, args))(*args)
+
+
+def _lazy(value: Any) -> bool:
+    """Whether this is a tensor whose memory holds the negative or the conjugate of its values, which
+    torch.compile and kernels would take for the values."""
+    return isinstance(value, torch.Tensor) and (value.is_neg() or value.is_conj())
+
+
+def _resolved(value: Any) -> Any:
+    return value.resolve_neg().resolve_conj() if _lazy(value) else value
 
 
 def _wraps(kind: type) -> bool:

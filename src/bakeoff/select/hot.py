@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 try:
     from torch._C._dynamo.guards import TensorGuards as _Guards
@@ -44,8 +46,23 @@ def current() -> Memo:
 
 def transformed() -> bool:
     """Whether more than autograd looks at calls now: transforms of torch.func, forward-mode derivatives,
-    torch.jit.trace. Plain PyTorch composes with them; kernels and compiled code don't."""
-    return forward_ad._current_level >= 0 or _in_func() or torch._C._get_tracing_state() is not None
+    torch.jit.trace, dispatch modes (make_fx is one, FlopCounterMode too). Plain PyTorch composes with them;
+    kernels and compiled code don't."""
+    return (
+        forward_ad._current_level >= 0
+        or _in_func()
+        or torch._C._get_tracing_state() is not None
+        or (torch._C._len_torch_dispatch_stack() > 0 and _watched())
+    )
+
+
+def _watched() -> bool:
+    """Whether a dispatch mode looks at calls, other than those that let compiled code pass, as the mode of
+    selective activation checkpointing does."""
+    return any(
+        mode.is_infra_mode() or not mode.ignore_compile_internals()
+        for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
@@ -65,16 +82,16 @@ def _guard(args: Sequence[Any], call: Callable[..., Any]) -> list[Callable[[Sequ
     nothing where there can be none.
 
     It is written out for them, since a loop over arguments takes longer than comparing them. PyTorch's guards
-    compare dispatch keys, too: those of torch.jit.trace are others. A nested tensor has no strides, for which
-    they end the process, also where torch.func has wrapped it.
+    compare dispatch keys, too: those of torch.jit.trace and of most modes are others, but not make_fx's. A
+    nested tensor has no strides, for which they end the process, also where torch.func has wrapped it.
     """
     given = {f"a{i}": a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
     if _Guards is None or len({id(tensor) for tensor in given.values()}) < len(given):
         return []  # guards take a tensor that is passed twice for another kind of call
     check = _Guards(*given.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    names: dict[str, Any] = {"call": call, "check": check, "forward_ad": forward_ad}
+    names: dict[str, Any] = {"call": call, "check": check, "forward_ad": forward_ad, "fx": _symbolic_trace}
     names |= {"has_grad": _has_grad, "is_deterministic": _is_deterministic, "in_func": _in_func}
-    conditions = ["forward_ad._current_level < 0 and not in_func()"]
+    conditions = ["forward_ad._current_level < 0 and not in_func() and not fx._is_fx_tracing_flag"]
     conditions.append(f"is_deterministic() is {_is_deterministic()}")
     if any(tensor.requires_grad for tensor in given.values()):
         conditions.append(f"has_grad() is {_has_grad()}")
@@ -99,10 +116,12 @@ def fingerprint(op: object, args: Sequence[Any]) -> tuple[Any, ...]:
     Two calls with one fingerprint get one decision. The class is part of it, so that a tensor subclass
     never inherits a plain tensor's decision, nor 1 that of True. Flat, because that is faster than nested
     tuples, and still unambiguous: six entries a tensor, two for anything else, of which the first is a class.
-    Raises RuntimeError for a tensor without a shape or strides.
+    How a tensor lies includes whether its memory holds the negative or the conjugate of its values. Raises
+    RuntimeError for a tensor without a shape or strides.
     """
     found = [op, _has_grad(), _is_deterministic()]
     place: Any
+    lies: Any
     for a in args:
         kind = a.__class__
         if kind in _SCALARS or not isinstance(a, torch.Tensor):
@@ -111,6 +130,8 @@ def fingerprint(op: object, args: Sequence[Any]) -> tuple[Any, ...]:
             place = a.get_device()
             if place < 0 and (not a.is_cpu or a.is_mkldnn):  # meta tensors have the CPU's number
                 place = (a.device, a.layout)
-            strides = a.is_contiguous() or (a.layout, a.stride())
-            found += (kind, a.shape, a.dtype, place, a.requires_grad, strides)
+            lies = a.is_contiguous() or (a.layout, a.stride())
+            if a.is_neg() or a.is_conj():
+                lies = (lies, a.is_neg(), a.is_conj())
+            found += (kind, a.shape, a.dtype, place, a.requires_grad, lies)
     return tuple(found)

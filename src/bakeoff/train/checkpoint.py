@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import safetensors
 import safetensors.torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from bakeoff.train.metrics import log
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "Progress",
     "State",
     "latest",
     "load",
@@ -78,6 +80,17 @@ class State:
         self.numbers, self.weights, self.tensors, self.moments = numbers, weights, tensors, moments
 
 
+class Progress(msgspec.Struct, frozen=True):
+    """How far a run had come: the numbers that it saves."""
+
+    step: int
+    logged_step: int
+    elapsed: float
+    before: float
+    """Held-out bits per byte before the first step."""
+    data_bytes: int
+
+
 class Checkpoint:
     """A loaded checkpoint: `step`, `config`, `weights`, `numbers`, `tensors` of all ranks."""
 
@@ -92,6 +105,27 @@ class Checkpoint:
         self.folder, self.config, self.weights = folder, config, weights
         self.numbers, self.tensors = numbers, tensors
         self.step = int(numbers["step"])
+
+    def model(self) -> LLMMed | ByteSpectralLM:
+        """The configuration's model with the saved weights. Raises CheckpointError where they don't fit."""
+        built = build(self.config.model)
+        wanted = {name: (own.shape, own.is_floating_point()) for name, own in built.state_dict().items()}
+        given = {name: (own.shape, own.is_floating_point()) for name, own in self.weights.items()}
+        if wanted != given:
+            odd = sorted(name for name in {**wanted, **given} if wanted.get(name) != given.get(name))
+            raise CheckpointError(
+                f"{self.folder / 'model.safetensors'} holds other weights than the model of its config.toml "
+                f"has: see {', '.join(odd[:3])}. Give another checkpoint, or train anew"
+            )
+        built.load_state_dict(self.weights)
+        return built
+
+    def progress(self) -> Progress:
+        """The run's numbers. Raises CheckpointError where some are missing."""
+        try:
+            return msgspec.convert(self.numbers, Progress)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"{self.folder / 'run.json'}: {error}. Give another checkpoint") from None
 
     def read_moments(self, into: dict[str, Tensor], world: World = ALONE) -> None:
         """Fills `into` with the optimizer's state, in whatever shards it wants. Raises CheckpointError."""
@@ -302,6 +336,9 @@ def load_run(run_dir: str | Path) -> tuple[LLMMed | ByteSpectralLM, Config]:
     found = latest(run_dir)
     if found is None:
         raise CheckpointError(f"{run_dir} holds no checkpoint: give the folder that `bakeoff train` printed")
-    model = build(found.config.model)
-    model.load_state_dict(found.weights)
-    return model.eval(), found.config
+    if not all(bool(weight.isfinite().all()) for weight in found.weights.values()):
+        raise CheckpointError(
+            f"{found.folder / 'model.safetensors'} holds weights that are not finite: training diverged. "
+            "Give an earlier checkpoint, or train anew with a lower optim.lr"
+        )
+    return found.model().eval(), found.config

@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bakeoff import hardware
 from bakeoff.errors import BakeoffError
 from bakeoff.paths import expanded
 
@@ -226,6 +227,11 @@ class Batches:
         if batch_size % world_size:
             raise DataError(
                 f"train.batch_size={batch_size} can't be shared by {world_size} ranks: make it a multiple"
+            )
+        if 0 < hardware.facts("cpu").memory < batch_size * (seq_len + 1):
+            raise DataError(
+                f"train.batch_size={batch_size} rows of {seq_len + 1} bytes are more than this machine's "
+                "memory holds: make it smaller"
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")

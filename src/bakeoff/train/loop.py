@@ -100,9 +100,7 @@ def _train(
     with StopSignals(at_once=world.size == 1) as signals:
         try:
             torch.manual_seed(config.train.seed)
-            model = build(config.model)
-            if start is not None:
-                model.load_state_dict(start.weights)
+            model = build(config.model) if start is None else start.model()
             model.to(device).train()
             if config.train.leak_check:
                 check_leaks(model, evaluation, config, device)

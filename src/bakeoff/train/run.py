@@ -23,7 +23,7 @@ from bakeoff import hardware
 from bakeoff.select import Explanation, using
 from bakeoff.select.render import selection_table
 from bakeoff.train import checkpoint, selection
-from bakeoff.train.checkpoint import Checkpoint, State
+from bakeoff.train.checkpoint import Checkpoint, CheckpointError, State
 from bakeoff.train.config import Config
 from bakeoff.train.data import Prefetcher
 from bakeoff.train.device import TrainError
@@ -66,8 +66,8 @@ class Result(msgspec.Struct, frozen=True):
             run_dir=run_dir,
             checkpoint=None,
             steps=start.step if start else 0,
-            seconds=start.numbers["elapsed"] if start else 0.0,
-            bits_per_byte_before=start.numbers["before"] if start else math.nan,
+            seconds=start.progress().elapsed if start else 0.0,
+            bits_per_byte_before=start.progress().before if start else math.nan,
             bits_per_byte_after=math.nan,
             tokens_per_s=0.0,
             skipped=0,
@@ -156,15 +156,20 @@ class Run:
         self.pace.begin_loop()
 
     def _restore(self, start: Checkpoint) -> None:
-        numbers = start.numbers
-        self.stepper.restore(start.tensors)
+        then = start.progress()
+        try:
+            self.stepper.restore(start.tensors)
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{start.folder / 'run.safetensors'} is of another version: {error}. Give another checkpoint"
+            ) from error
         start.read_moments(self.stepper.moments(), self.world)
         self.step = self.first_step = start.step
         self.held = start.folder
-        self.logged_step = numbers["logged_step"]
-        self.before = numbers["before"]
-        self.pace.before = self.seconds = numbers["elapsed"]
-        if numbers["data_bytes"] != len(self.feed.batches.corpus):
+        self.logged_step = then.logged_step
+        self.before = then.before
+        self.pace.before = self.seconds = then.elapsed
+        if then.data_bytes != len(self.feed.batches.corpus):
             log.warning("the data changed since %s was saved, so losses will differ", start.folder)
         self.metrics.write({"event": "resume", "step": self.step})
         self._say(f"resumed from {start.folder} at step {self.step}")
