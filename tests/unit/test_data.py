@@ -226,7 +226,7 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(tmp_path: Path) -> None:
 
 def test_a_batch_that_no_memory_holds_is_refused(tmp_path: Path) -> None:
     corpus, _ = corpus_of(tmp_path, [200])
-    with pytest.raises(DataError, match="batch_size=1000000000000 rows of 11 bytes are more than .* memory"):
+    with pytest.raises(DataError, match=r"batch_size=1000000000000 rows of 11 bytes are more than .* memory"):
         Batches(corpus, range(200), seq_len=10, batch_size=10**12, seed=0)
 
 
