@@ -73,6 +73,37 @@ def test_decoding_equals_the_whole_pass(changes: dict[str, object]) -> None:
         torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-9, atol=1e-9)
 
 
+@EVERY
+def test_a_buffer_may_be_filled_anew_after_every_piece(changes: dict[str, object]) -> None:
+    model = perturbed(**changes)
+    ids = torch.randint(256, (2, 20), dtype=torch.uint8)
+    buffer, cache = torch.empty(2, 4, dtype=torch.uint8), Cache(model.config)
+    pieces = [model.decode(buffer.copy_(piece), cache) for piece in ids.split(4, dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids)[0], rtol=1e-9, atol=1e-9)
+
+
+@EVERY
+def test_a_cache_keeps_no_more_than_it_needs(changes: dict[str, object]) -> None:
+    model = perturbed(**{**changes, "max_seq_len": 600})
+    cache = Cache(model.config)
+    model.decode(torch.randint(256, (1, 500)), cache)
+    assert cache.bytes is not None
+    for kept in [cache.bytes, *cache.past.kept.values()]:
+        assert kept.untyped_storage().nbytes() == kept.numel() * kept.itemsize
+
+
+@pytest.mark.parametrize("kind", ["poles", "taps"])
+def test_what_decays_at_once_is_no_nan(kind: str) -> None:
+    model = perturbed(torch.float32, filter=kind)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mixer.filter.decay[::2] = 1000.0  # exp of it is infinite
+    bakeoff.assert_causal(model, length=20)
+    _, loss = model(torch.randint(256, (1, 20)), torch.randint(256, (1, 20)))
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
 def test_a_step_with_poles_keeps_a_state_of_fixed_size() -> None:
     model = perturbed()
     cache = Cache(model.config)

@@ -45,6 +45,7 @@ from bakeoff.compare.page import main as page_command
 from bakeoff.models import build
 from bakeoff.train import ConfigError, resolve
 from bakeoff.train import Result as TrainResult
+from bakeoff.train.checkpoint import CheckpointError
 from bakeoff.train.data import Batches, ByteCorpus, split
 from tests.unit.verdicts import no_verdicts
 
@@ -363,6 +364,15 @@ def test_the_speed_of_a_resumed_run_is_of_its_steps(text: Path, tmp_path: Path) 
     assert run.tokens_per_s == pytest.approx(25 / (20 / 100 + 5 / 400))
     row_bytes = config.train.batch_size * config.seq_len
     assert run.seconds == pytest.approx(row_bytes * (20 / 100 + 5 / 400))
+
+
+def test_a_run_whose_checkpoints_are_torn_is_named(text: Path, tmp_path: Path) -> None:
+    config, _ = small_pair(text)
+    folder = tmp_path / "run" / "checkpoints" / "step-00000001"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"run in .*run can't be taken up.*: remove that folder"):
+        quality.trained(config, "first", 0, tmp_path / "run", CPU, resume=True)
 
 
 def test_curves_are_thinned() -> None:

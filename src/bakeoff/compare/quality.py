@@ -12,6 +12,7 @@ import torch
 from bakeoff.compare.document import SIDES, Place, Run
 from bakeoff.compare.stage import clear
 from bakeoff.train import Config, Result, train
+from bakeoff.train.checkpoint import CheckpointError
 from bakeoff.train.metrics import read_metrics
 
 __all__ = ["CURVE_POINTS", "compared", "order", "thinned", "trained"]
@@ -56,7 +57,13 @@ def trained(
         metrics=msgspec.structs.replace(config.metrics, console=False),
     )
     clear(device, compiled=config.train.compile)
-    result = train(config)
+    try:
+        result = train(config)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the run in {run_dir} can't be taken up, its checkpoints are torn: remove that folder, and "
+            "--resume trains it anew"
+        ) from error
     if result.signal:
         raise KeyboardInterrupt
     return compared(result, config, side, device)

@@ -15,6 +15,7 @@ __all__ = ["MinimumPhase", "Past", "Poles", "Taps", "WholeRow"]
 
 _OVERSAMPLING = 8  # of a minimum-phase filter's frequencies, so that its cepstrum hardly wraps around
 _PEAKS = 64  # control points of its magnitude
+_FASTEST = 80.0  # of a decay's logarithm: exp of more is infinite in float32, and infinity times age 0 is NaN
 
 
 class Past:
@@ -27,13 +28,17 @@ class Past:
         """x [B, T, C] behind up to `reach` earlier positions, and how many these are; keeps its end."""
         held = self.kept.get(place)
         whole = x if held is None else torch.cat([held, x], dim=1)
-        self.kept[place] = whole[:, max(0, whole.shape[1] - reach) :]
+        self.kept[place] = whole[:, max(0, whole.shape[1] - reach) :].clone()  # a view would keep all of it
         return whole, whole.shape[1] - x.shape[1]
 
 
 def _wide(parameter: Tensor) -> Tensor:
     """In float32, or float64 as it is: filters in 16 bits would be other filters."""
     return parameter if parameter.dtype == torch.float64 else parameter.float()
+
+
+def _rate(decay: Tensor) -> Tensor:
+    return _wide(decay).clamp(max=_FASTEST).exp()
 
 
 class Poles(nn.Module):
@@ -58,7 +63,7 @@ class Poles(nn.Module):
         u = k * v
         state = None if past is None else past.kept.get(place)
         coef = torch.view_as_complex(_wide(self.coef))
-        y, state = pole_scan(u, -_wide(self.decay).exp(), _wide(self.theta), coef, state=state)
+        y, state = pole_scan(u, -_rate(self.decay), _wide(self.theta), coef, state=state)
         if past is not None:
             past.kept[place] = state
         return q * (y + self.skip.to(u.dtype) * u)
@@ -79,7 +84,7 @@ class Taps(nn.Module):
         """h [D, L] in float32, or float64 in a float64 model."""
         taps = _wide(self.taps)
         age = torch.arange(taps.shape[1], device=taps.device, dtype=taps.dtype)
-        return taps * torch.exp(-_wide(self.decay).exp() * age)
+        return taps * torch.exp(-_rate(self.decay) * age)
 
     def forward(self, k: Tensor, v: Tensor, q: Tensor, past: Past | None, place: str) -> Tensor:
         """q * (h * (k v)), all [B, T, D]."""

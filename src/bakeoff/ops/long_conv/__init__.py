@@ -22,7 +22,8 @@ def long_conv(
     v = u * gate_in; y[b,t,c] = sum over s <= t, t - s < L of h[c, t-s] v[b,s,c] + skip[c] v[b,t,c];
     out = y * gate_out. Nothing wraps around, whatever T and L; taps beyond T have no effect. Position t sees
     positions up to t alone, but for rounding: an FFT spreads an error of some 1e-7 of the largest value
-    (float32) over all positions of a row and channel, and so it does a NaN or an infinity.
+    (float32) over all positions of a row and channel, and so it does a NaN or an infinity, which a product of
+    matrices (``toeplitz``) spreads over some.
 
     ``causal=False`` takes the filter to both sides: y[t] = sum over |t - s| < L of h[|t-s|] v[s].
 
