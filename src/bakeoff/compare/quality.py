@@ -61,8 +61,8 @@ def trained(
         result = train(config)
     except CheckpointError as error:
         raise CheckpointError(
-            f"the run in {run_dir} can't be taken up, its checkpoints are torn: remove that folder, and "
-            "--resume trains it anew"
+            f"the run in {run_dir} can't be taken up from its checkpoints: remove that folder, and --resume "
+            "trains it anew"
         ) from error
     if result.signal:
         raise KeyboardInterrupt

@@ -345,9 +345,8 @@ class ByteSpectralLM(Generates, HasRotaryTables):
         if cache is None:
             return self.spectrum(ids)  # type: ignore[no-any-return]
         whole = ids if cache.bytes is None else torch.cat([cache.bytes, ids], dim=1)
-        cache.bytes = whole[
-            :, max(0, whole.shape[1] - self.config.window + 1) :
-        ].clone()  # ids are the caller's
+        last = whole[:, max(0, whole.shape[1] - self.config.window + 1) :]
+        cache.bytes = last.clone()  # not a view of ids, which the caller may change
         return self.spectrum(whole)[:, whole.shape[1] - ids.shape[1] :]  # type: ignore[no-any-return]
 
     def flops_per_token(self, length: int) -> int:

@@ -72,11 +72,10 @@ def contest(
     called, case = case, op.bucket(case)
     regimes = regimes_of(case) if regimes is None else tuple(regimes)
     timers = timers or timers_for(case)
-    baselines = {} if for_the_record else {c.name: _BASELINE for c in op.candidates if c.baseline}
+    out = {} if for_the_record else {c.name: _BASELINE for c in op.candidates if c.baseline}
+    out |= skip or {}
     try:
-        stick, passed, rejected, inaccurate = _qualify(
-            op, case, called, {**baselines, **(skip or {})}, announce
-        )
+        stick, passed, rejected, inaccurate = _qualify(op, case, called, out, announce)
         timed = {*passed, *(inaccurate if for_the_record else ())}
         _release(case)
         hashes = {candidate.name: candidate.source_hash for candidate in op.candidates}  # can take a second

@@ -24,7 +24,7 @@ __all__ = ["TuneReport", "settle", "tune"]
 
 log = logging.getLogger("bakeoff")
 _PER_KEY_S = 1.5
-_LEAST_STAGE_S = 60.0
+_LEAST_STAGE_S = 60.0  # a first compilation by torch.compile takes half of it on two slow cores
 _NOT_ASKED = "third-party: left out of tuning (peers=True lets it compete)"
 
 
