@@ -37,6 +37,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "Checkpoint.__init__": "a number from a file",
         "save": "the step's number",
         "set_aside": "a number in a folder's name",
+        "load_run": "weights of a file, on the CPU",
     },
     "train/config.py": {
         "_parse": "a number on the command line",
