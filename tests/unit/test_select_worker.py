@@ -42,8 +42,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
+def descriptors() -> set[str]:
+    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
 def test_crashes_of_every_kind_are_rejections(worker: Worker) -> None:
@@ -143,7 +143,7 @@ def test_a_worker_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPat
     before = descriptors()
     with pytest.raises(FileNotFoundError), Worker() as worker:
         worker.start()
-    assert descriptors() == before
+    assert not descriptors() - before
 
 
 def test_a_verdict_keeps_the_hash_of_the_source_it_was_measured_on(
@@ -169,7 +169,7 @@ def test_a_verdict_keeps_the_hash_of_the_source_it_was_measured_on(
 
 
 def test_nothing_is_left_of_a_worker() -> None:
-    before, threads = descriptors(), threading.active_count()
+    before, threads = descriptors(), set(threading.enumerate())
     worker = Worker()
     worker.contest(zoo.CALM, zoo.case(), ("eager",), 0.01)
     assert worker.process is not None
@@ -177,8 +177,8 @@ def test_nothing_is_left_of_a_worker() -> None:
     worker.close()
     assert not Path(f"/proc/{pid}").exists(), "not even a zombie"
     worker.close()
-    assert descriptors() == before
-    assert threading.active_count() == threads
+    assert not descriptors() - before
+    assert not set(threading.enumerate()) - threads  # others' threads may have ended meanwhile
 
 
 SCRIPT = """
