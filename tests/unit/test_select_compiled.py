@@ -1,27 +1,33 @@
 """The compiled candidate: code per shape, then shared code, then none."""
 
-import functools
+import random
 from typing import Any
 
 import pytest
 import torch
 
+from bakeoff.select import compiled as module
 from bakeoff.select.compiled import compiled, compiler_missing, unlinkable
 from tests.unit import zoo
-
-torch_compile = torch.compile
+from tests.unit.compiler import needs_compiler
 
 
 def formula(x: Any, scale: Any) -> Any:
     return torch.tanh(x) * scale
 
 
-@pytest.fixture(autouse=True)
+def product(x: Any, scale: Any) -> Any:
+    """Keeps something of its own for backward."""
+    return (torch.tanh(x).exp() @ x.t().sin()).cos() * scale
+
+
+@pytest.fixture
 def _no_code_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch_compile, backend="eager"))
+    monkeypatch.setattr(module, "_inductor", "eager")
 
 
+@pytest.mark.usefixtures("_no_code_generator")
 def test_beyond_the_recompile_limit_the_formula_runs(caplog: pytest.LogCaptureFixture) -> None:
     """Strides are guarded, and no part of what code is kept by; a second unit falls back without a word."""
     call = compiled(formula)
@@ -38,6 +44,7 @@ def test_beyond_the_recompile_limit_the_formula_runs(caplog: pytest.LogCaptureFi
     assert "formula: torch.compile reached torch._dynamo.config.recompile_limit" in line
 
 
+@pytest.mark.usefixtures("_no_code_generator")
 def test_other_errors_are_the_caller_s(caplog: pytest.LogCaptureFixture) -> None:
     call = compiled(formula)
     with pytest.raises(RuntimeError):
@@ -45,6 +52,7 @@ def test_other_errors_are_the_caller_s(caplog: pytest.LogCaptureFixture) -> None
     assert not [record for record in caplog.records if record.name == "bakeoff"]
 
 
+@pytest.mark.usefixtures("_no_code_generator")
 def test_a_default_device_is_none_of_the_formulas_business() -> None:
     """Dynamo can't trace every method of tensors under the mode that sets it."""
 
@@ -58,6 +66,29 @@ def test_a_default_device_is_none_of_the_formulas_business() -> None:
         assert torch.equal(call(x), halves(x))
     finally:
         torch.set_default_device(None)
+
+
+@needs_compiler
+@pytest.mark.parametrize("most", [8, 0], ids=["static", "dynamic"])
+def test_backward_may_be_repeated(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where code and what is known of it come from the disk, and after a backward that let go."""
+    monkeypatch.setattr(module, "_STATIC", most)
+    scale = random.random()  # a number whose code isn't on the disk yet
+    for _ in ("compiled now", "found on disk"):
+        torch.compiler.reset()
+        call = compiled(product)
+        for rows in (5, 7) if most == 0 else (5,):
+            x = torch.randn(rows, 6, requires_grad=True)
+            (expected,) = torch.autograd.grad(product(x, scale).sum(), x)
+            call(x, scale).sum().backward()
+            y = call(x, scale).sum()
+            y.backward(retain_graph=True)
+            y.backward()
+            torch.testing.assert_close(x.grad, 3 * expected)
+    y = call(x, scale).sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        slope.sum().backward()
 
 
 @pytest.mark.parametrize("folder", ["my clone", "it's", 'a "b"'])

@@ -48,7 +48,7 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
         found = units.get(unit)
         if found is None:
             found = units[unit] = torch.compile(
-                _twin(formula), fullgraph=True, dynamic=False if static else None
+                _twin(formula), fullgraph=True, dynamic=False if static else None, backend=_inductor
             )
         try:
             if not torch._C._len_torch_function_stack():
@@ -69,6 +69,26 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     call.__doc__ = f"torch.compile of {formula.__module__}.{formula.__name__}"
     call.__module__ = formula.__module__
     return call
+
+
+def _inductor(graph: Any, inputs: Any) -> Any:
+    """torch.compile's own backend, but a backward that leaves alone what its forward saved for it.
+
+    By default it writes over that memory, and `backward(retain_graph=True)` raises. Who calls an op doesn't
+    know that torch.compile is behind it, and may go backward twice.
+    """
+    from torch._functorch import config  # here, because the two take seconds
+    from torch._inductor.compile_fx import compile_fx
+
+    options: dict[str, Any] = {"donated_buffer": False}
+    if any(isinstance(given, torch.SymInt) for given in inputs):
+        options["enable_autograd_cache"] = False  # its entries would be kept before the line below has run
+    with config.patch(**options):
+        made = compile_fx(graph, inputs)
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []  # None, which it is now, counts as some
+    return made
 
 
 def _twin(formula: Callable[..., Any]) -> Callable[..., Any]:
