@@ -379,6 +379,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "eps": ({"eps": -1.0}, ValueError, "eps must be >= 0, got -1.0"),
     "NaN eps": ({"eps": float("nan")}, ValueError, "eps must be a finite number"),
+    "huge eps": ({"eps": 10**400}, ValueError, "eps must be a finite number, got inf"),
+    "eps of a tensor": ({"eps": torch.ones(2)}, ValueError, "eps must be a finite number, got a tensor"),
     "offset": ({"offset": 1.0}, ValueError, "offset=1.0 is added to a weight, and weight is None"),
     "integers": ({"x": torch.ones(2, 4, dtype=torch.int64)}, TypeError, "x is torch.int64; convert it"),
     "8 bits": (
@@ -445,3 +447,30 @@ def test_peers_say_why_not(peer: str, form: dict[str, Any], reason: str) -> None
     args, _ = arguments((4, 8), **form)
     case = OP.case(args)
     assert reason in (OP.candidate(peer).supports(Case(case.args, "cuda")) or "")
+
+
+@pytest.mark.parametrize("block", [64, 16], ids=["whole rows", "long rows"])
+def test_a_strided_weight(block: int, tiled: Callable[..., None]) -> None:
+    """A column of a matrix of weights, say."""
+    tiled(block)
+    args, dys = arguments((5, 36))
+    args[1] = torch.randn(36, 3)[:, 1].requires_grad_()
+    compare(args, dys)
+
+
+@pytest.mark.parametrize("block", [64, 16], ids=["whole rows", "long rows"])
+def test_y_is_the_norm_of_s_as_it_is_returned(block: int, tiled: Callable[..., None]) -> None:
+    """Of the rounded sum, which the backward differentiates at, not of the exact one."""
+    tiled(block)
+    x, residual = draw((6, 40), torch.float16), draw((6, 40), torch.float16)
+    y, s = rms_norm(x, None, 1e-6, residual, 0.0)
+    assert torch.equal(s, x + residual)
+    assert torch.equal(y, rms_norm(s, None, 1e-6, None, 0.0))
+
+
+def test_one_gradient_may_lie_in_rows_of_an_odd_stride(tiled: Callable[..., None]) -> None:
+    tiled(64, rows=2)
+    for odd in range(2):
+        args, dys = arguments((5, 36), residual=torch.float32)
+        dys[odd] = strided_rows(dys[odd])
+        compare(args, dys)

@@ -65,6 +65,36 @@ def test_public_call_runs_triton_by_name():
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
+        ({"positions": -1}, ValueError, "positions is -1, expected a length"),
+        ({"positions": 2.0}, TypeError, "positions is 2.0, expected a length or a tensor"),
+        ({"positions": torch.ones(2, 2)}, ValueError, r"positions has shape \(2, 2\), expected \[T\]"),
+        ({"dim": "8"}, TypeError, "dim is '8', expected a whole number"),
+        ({"dim": 7}, ValueError, "even and positive, not 7"),
+        ({"base": 0.0}, ValueError, "base is 0.0, expected a positive"),
+        ({"base": math.nan}, ValueError, "base is nan"),
+        ({"base": math.inf}, ValueError, "base is inf"),
+        ({"dtype": torch.int32}, TypeError, "dtype is torch.int32, expected a floating one"),
+    ],
+)
+def test_bad_tables_name_the_fix(change, error, text):
+    with pytest.raises(error, match=text):
+        rotary_tables(**({"positions": 3, "dim": 8} | change))
+
+
+def test_nothing_to_turn_gives_the_tables_zero_gradients():
+    cos, sin = (table.requires_grad_() for table in rotary_tables(3, 8))
+    q = torch.zeros(0, 3, 4, 8, requires_grad=True)
+    for fn in (rotary, reference):
+        a, b = fn(q, q, cos, sin)
+        for found, of in zip(
+            torch.autograd.grad(a.sum() + b.sum(), (q, cos, sin)), (q, cos, sin), strict=True
+        ):
+            assert torch.equal(found, torch.zeros_like(of))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
         ({"q": torch.zeros(3, 4, 8)}, ValueError, r"q has shape \(3, 4, 8\), expected \[B, T, H, D\]"),
         ({"k": torch.zeros(2, 3, 2, 6)}, ValueError, r"k has shape .*expected \[2, 3, Hk, 8\]"),
         ({"k": torch.zeros(2, 3, 2, 8, dtype=torch.float16)}, TypeError, "cast one of them"),
@@ -81,6 +111,7 @@ def test_public_call_runs_triton_by_name():
         ({"position_ids": torch.zeros(1, 3, dtype=torch.int64)}, ValueError, r"position_ids\[0\]"),
         ({"position_ids": torch.zeros(3)}, TypeError, "expected int32 or int64"),
         ({"interleaved": 1}, TypeError, "interleaved is 1"),
+        ({"interleaved": torch.ones(1)}, TypeError, "interleaved is a tensor"),
     ],
 )
 def test_bad_arguments_name_the_fix(change, error, text):

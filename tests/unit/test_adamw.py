@@ -820,3 +820,21 @@ def test_sharded_parameters_update_their_shards(mesh: Any) -> None:
     clipping = AdamW(sharded, max_grad_norm=1.0)
     with pytest.raises(ValueError, match="this rank's shards only"):
         clipping.step()
+
+
+def test_parameters_that_were_moved_onto_each_other_are_seen() -> None:
+    params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    (group,) = AdamW(params).param_groups
+    assert not group.overlaps(params)
+    params[1].data = params[0].data
+    assert group.overlaps(params)
+
+
+def test_the_counter_of_the_state_that_was_loaded_stays() -> None:
+    one, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    first, second = AdamW([one]), AdamW([other])
+    one.grad, other.grad = torch.ones(3), torch.ones(3)
+    first.step()
+    second.load_state_dict(first.state_dict())
+    second.step()
+    assert [o.state[p]["step"].item() for o, p in ((first, one), (second, other))] == [1, 2]

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -306,3 +307,44 @@ def test_a_full_or_read_only_disk_leaves_the_earlier_checkpoint(
     found = latest(tmp_path)
     assert found is not None
     assert found.step == 1
+
+
+def test_what_a_killed_save_left_is_no_part_of_the_next(tmp_path: Path) -> None:
+    left = tmp_path / "checkpoints" / ".partial-step-00000002"
+    (left / "moments").mkdir(parents=True)
+    (left / "moments" / "of-another-world.safetensors").write_bytes(b"torn")
+    write(tmp_path, 2)
+    (folder,) = steps(tmp_path)
+    assert not any("another" in file.name for file in folder.rglob("*"))
+    assert load(folder).step == 2
+
+
+def test_a_checksum_is_of_all_the_bytes_of_a_large_file(tmp_path: Path) -> None:
+    file, data = tmp_path / "large", bytes([7]) + bytes(9 << 20)
+    file.write_bytes(data)
+    assert checkpoint._crc32(file) == zlib.crc32(data)
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_name_and_then_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut leaves: each file is synchronised before the rename, the folder of names behind it."""
+    events: list[int | str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(handle: int) -> None:
+        events.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(checkpoint.os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    write(tmp_path, 1)
+    (folder,) = steps(tmp_path)
+    at = events.index("rename")
+    files = {file.name: file.stat().st_ino for file in folder.rglob("*")}
+    assert [name for name, inode in files.items() if inode not in events[:at]] == []
+    assert folder.parent.stat().st_ino in events[at:]

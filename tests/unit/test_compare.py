@@ -189,6 +189,17 @@ def test_the_lower_scores_win() -> None:
     assert "the second has fewer bits per byte" in winner(high, low).text
 
 
+def test_equal_scores_without_noise_name_no_winner() -> None:
+    found = winner([2.5, 2.5], [2.5, 2.5])
+    assert (found.winner, found.difference, found.half_width) == (None, 0.0, 0.0)
+
+
+def test_welch_with_unequal_numbers_of_seeds() -> None:
+    # Variances 1 and 2, so the error is sqrt(1/3 + 2/2) and freedom (4/3)^2 / ((1/9) / 2 + 1) = 1.684.
+    found = winner([1.0, 2.0, 3.0], [3.0, 5.0])
+    assert found.half_width == pytest.approx(t_quantile(32 / 19) * (4 / 3) ** 0.5)
+
+
 @pytest.mark.parametrize("scores", [([2.0], [3.0]), ([2.0], [3.0, 3.1]), ([], []), ([2.0, 2.0], [None, 3.0])])
 def test_too_little_names_no_winner(scores: tuple[list[float | None], list[float | None]]) -> None:
     found = winner(*scores)

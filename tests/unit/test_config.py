@@ -196,6 +196,8 @@ def test_another_kind_of_model_starts_from_its_own_defaults(tmp_path: Path) -> N
     chosen = resolve(base, None, ["model.kind=byte-spectral", "model.filter=taps", "model.layers=3"])
     assert chosen.model == byte_spectral.Config(filter="taps", layers=3)
     assert chosen.train == base.train
+    later = resolve(base, None, ["model.filter=taps", "model.layers=3", "model.kind=byte-spectral"])
+    assert later.model == chosen.model, "a kind clears the other kind's keys, not those given beside it"
     file = tmp_path / "other.toml"
     file.write_text('[model]\nkind = "byte-spectral"\npoles = 4\n')
     assert resolve(base, file).model == byte_spectral.Config(poles=4)
@@ -214,7 +216,7 @@ def test_a_configuration_of_either_model_is_read_back(tmp_path: Path) -> None:
 def test_a_key_of_the_other_model_is_unknown() -> None:
     with pytest.raises(ConfigError, match=r"unknown key 'model.poles'"):
         resolve(recipe("llm-med"), None, ["model.poles=4"])
-    with pytest.raises(ConfigError, match=r"unknown key 'model.kv_heads'"):
+    with pytest.raises(ConfigError, match=r"unknown key 'model.kv_heads': the kind of model that is set"):
         resolve(recipe("byte-spectral"), None, ["model.kv_heads=4"])
     with pytest.raises(
         ConfigError, match=r"model\.filter: expected one of poles, taps, minimum_phase, got 'x'"

@@ -1,15 +1,17 @@
 """Whole-step capture as far as it goes without CUDA: the refusal, and how two steps are compared."""
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer
 
 from bakeoff.errors import BakeoffError
 from bakeoff.graphs import NotCapturable, capture_step, forbid_sync
 from bakeoff.graphs.capture import CapturedStep
-from bakeoff.graphs.watch import Watched, compare
+from bakeoff.graphs.watch import Watched, compare, watching
 from bakeoff.optim import AdamW
 
 
@@ -133,3 +135,18 @@ def test_every_assignment_of_a_rate_reaches_its_mirror(assign: str) -> None:
         else:
             group["lr"] = value
         assert mirror.item() == float(value)
+
+
+def test_a_step_that_does_more_than_the_one_before_is_named() -> None:
+    ops = [("aten::mul", ["f[2]"]), ("aten::add", ["f[2]"])]
+    for one, other in ((ops, ops[:1]), (ops[:1], ops)):
+        with pytest.raises(NotCapturable, match=r"one step runs \d operations, the next \d"):
+            compare(one, other)
+
+
+def test_watching_leaves_no_hook_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bakeoff.graphs.watch.sync_mode", contextlib.nullcontext)  # it needs CUDA
+    before = list(optimizer._global_optimizer_pre_hooks)
+    with watching():
+        pass
+    assert list(optimizer._global_optimizer_pre_hooks) == before

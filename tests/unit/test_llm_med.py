@@ -1,5 +1,6 @@
 """LLM-Med: shapes, positions, causality, the cache, sampling, and what it refuses."""
 
+import copy
 import math
 from typing import Any
 
@@ -160,6 +161,13 @@ def test_sampling_keeps_only_what_it_is_told_to() -> None:
     assert hot.min() > 0.2
 
 
+def test_sampling_keeps_one_of_equals_and_never_none() -> None:
+    logits = torch.tensor([[0.0, 1.0, 1.0, 1.0]]).repeat(100, 1)
+    assert sample(logits, 1.0, 1).unique().numel() == 1
+    assert sample(logits, 1.0, 2).unique().numel() == 2
+    assert sample(logits, 1.0, 0, 1e-300).unique().numel() == 1
+
+
 def test_state_dict_round_trip_and_tied_head() -> None:
     model, other = perturbed(torch.float32), LLMMed(Config(**SMALL))
     assert "head.weight" not in model.state_dict()
@@ -275,9 +283,11 @@ def empty_then_loaded(built: Any, way: str) -> Any:
     model.to(next(built.parameters()).dtype)
     if way == "assign":
         model.load_state_dict(built.state_dict(), assign=True)
-    elif way == "as a part":
-        whole = torch.nn.ModuleDict({"model": model}).to_empty(device="cpu")
+    elif way.startswith("as a part"):
+        whole = torch.nn.ModuleDict({"model": model if way.endswith("from meta") else copy.deepcopy(built)})
+        whole.to_empty(device="cpu")
         whole.load_state_dict({f"model.{name}": value for name, value in built.state_dict().items()})
+        model = whole["model"]
     else:
         junk = model if way == "from meta" else models.build(built.config).to(next(built.parameters()).dtype)
         model = junk.to_empty(device="cpu")
@@ -285,7 +295,9 @@ def empty_then_loaded(built: Any, way: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("way", ["from meta", "from data", "as a part", "assign"])
+@pytest.mark.parametrize(
+    "way", ["from meta", "from data", "as a part, from meta", "as a part, from data", "assign"]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_what_was_built_without_data_has_its_positions_once_loaded(dtype: torch.dtype, way: str) -> None:
     ids = torch.randint(256, (2, 20))
@@ -346,6 +358,31 @@ def test_bad_targets_and_sampling_settings_name_the_fix() -> None:
         model.stream(ids, 2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"seed=\d+ must fit 64 bits"):
         model.stream(ids, 1, seed=2**70)
+
+
+def test_a_cache_begun_in_inference_mode_goes_on_without() -> None:
+    model, ids = perturbed(), torch.randint(256, (2, 8))
+    cache = model.make_cache()
+    with torch.inference_mode():
+        model.decode(ids[:, :4], cache)
+    with torch.no_grad():
+        torch.testing.assert_close(model.decode(ids[:, 4:], cache), model(ids)[0][:, 4:])
+
+
+def test_pieces_carry_the_gradients_of_the_whole() -> None:
+    attending = models.byte_spectral.Config(
+        d_model=16, layers=2, heads=2, max_seq_len=24, poles=2, window=4, bins=3, attention_every=2
+    )
+    ids = torch.randint(256, (2, 8))
+    for model in (perturbed(), perturbed(kv_heads=2), models.build(attending).double()):
+        parameters = list(model.parameters())
+        cache = model.make_cache()
+        pieces = torch.cat([model.decode(piece, cache) for piece in ids.split(3, dim=1)], dim=1)
+        found = torch.autograd.grad(pieces.square().sum(), parameters)
+        expected = torch.autograd.grad(model(ids)[0].square().sum(), parameters)
+        torch.testing.assert_close(found, expected)
+        with torch.no_grad():  # and then on without
+            assert not model.decode(ids[:, :1], cache).requires_grad
 
 
 @pytest.mark.parametrize("change", [{"layers": 1}, {"layers": 3}, {"kv_heads": 1}, {"max_seq_len": 8}])

@@ -12,7 +12,7 @@ from bakeoff.errors import ContestError
 from bakeoff.select.contest import DeviceLost, contest, regimes_of
 from bakeoff.select.key import key
 from bakeoff.select.measure import HostTimer, Timer
-from bakeoff.select.op import Candidate, Case, Op, _distributions, package_version
+from bakeoff.select.op import Candidate, Case, Op, TensorMeta, _distributions, package_version
 from bakeoff.select.verdict import Trial, Verdict
 from tests.unit import zoo
 from tests.unit.compiler import needs_compiler
@@ -289,3 +289,29 @@ def test_a_reason_is_more_than_its_heading() -> None:
     (verdict,) = contest(zoo.op(Candidate("fails", fails)), zoo.case(), budget_s=0.01)
     reason = verdict.trials[1].rejected
     assert reason == "RuntimeError: backend='inductor' raised: CppCompileError: no linker"
+
+
+def test_the_errors_of_a_verdict_are_the_worst_of_all_draws() -> None:
+    """The first draw's here: the one candidate is off by 1e-7 of the first inputs alone."""
+    calls = 0
+
+    def off_at_first(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls <= 2:
+            y[5] *= 1 + 2e-7
+
+    off = Candidate("off", zoo.product(off_at_first))
+    (verdict,) = contest(zoo.op(off, zoo.GOOD), zoo.case(grad=False), budget_s=0.01)
+    found = {name: trial(verdict, name).errors for name in ("off", "good")}
+    assert found["off"] is not None
+    assert found["good"] is not None
+    assert found["off"].max > 1.5e-7 > found["good"].max
+
+
+def test_the_compiled_key_leaves_layouts_out() -> None:
+    """While tracing they are unknown: a verdict under another key would never be found."""
+    op, dense = zoo.op(), zoo.case(8)
+    strided = dense.replace(x=TensorMeta((8, 48), torch.float32, (96, 1), True))
+    assert key(op, strided, "compiled") == key(op, dense, "compiled")
+    assert key(op, strided, "eager") != key(op, dense, "eager")

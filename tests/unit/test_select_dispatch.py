@@ -19,7 +19,7 @@ from bakeoff.errors import PolicyError, Unsupported
 from bakeoff.select import dispatch as dispatch_module
 from bakeoff.select import hot, policy
 from bakeoff.select.key import key
-from bakeoff.select.op import Candidate, Op, find_op
+from bakeoff.select.op import Candidate, Case, Op, find_op
 from bakeoff.select.policy import using
 from bakeoff.select.tune import recording
 from tests.unit import zoo
@@ -200,6 +200,8 @@ def test_impl_runs_that_candidate_or_raises_every_reason(op: Op) -> None:
         Unsupported, match="zoo_counting has no candidate 'tow'; it has eager, one, two, opaque"
     ):
         op(x, w, None, impl="tow")
+    with pytest.raises(Unsupported, match=r"has no candidate \['two'\]; it has eager"):
+        op(x, w, None, impl=["two"])  # type: ignore[arg-type]
     picky = zoo.with_candidates(
         op, noting("picky", supports=lambda case: "odd", has_backward=False, requires=())
     )
@@ -504,3 +506,22 @@ def test_ops_are_found_by_name_or_the_nearest_is_named(op: Op) -> None:
         find_op("rms_nrm")
     with pytest.raises(PolicyError, match=r"no op 'q'; the ops are .*rms_norm"):
         find_op("q")
+
+
+def test_a_call_decided_while_a_recording_begins_is_not_remembered() -> None:
+    """Another thread's: the calls that follow must not pass it by."""
+    begun = []
+
+    def heuristic(case: Case, regime: str) -> str:
+        if not begun:
+            begun.append(recording())
+            recorded.append(begun[0].__enter__())
+        return "eager"
+
+    recorded: list[dict[Any, Any]] = []
+    op, x, w = zoo.op(heuristic=heuristic, name="zoo_begun"), torch.randn(4, 8), torch.randn(8)
+    with zoo.registered(op):
+        op(x, w, None)
+        op(x, w, None)
+        begun[0].__exit__(None, None, None)
+    assert len(recorded[0]) == 1

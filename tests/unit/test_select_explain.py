@@ -17,7 +17,7 @@ from bakeoff.select.op import Op
 from bakeoff.select.policy import using
 from tests.unit import test_select_policy as toys
 from tests.unit import zoo
-from tests.unit.verdicts import no_verdicts
+from tests.unit.verdicts import made, no_verdicts
 
 
 @pytest.fixture(autouse=True)
@@ -195,3 +195,18 @@ def test_a_verdict_of_a_gpu_that_is_not_here_has_no_share(op: Op) -> None:
 def test_lists_of_tensors_are_refused_with_where_to_look() -> None:
     with pytest.raises(TypeError, match=r"adamw_: explain takes tensors.*bakeoff.tune\(step\).choices"):
         explain("adamw_", [torch.ones(2)], [torch.ones(2)])
+
+
+def test_what_is_out_has_no_time_though_it_was_timed(op: Op) -> None:
+    """For the record, or because it was wrong after it had been timed."""
+    verdict = made(op, zoo.case(16, 8), {"eager": 9.0, "good": 1.0}, "eager")
+    trials = tuple(
+        msgspec.structs.replace(trial, rejected="after good had been timed: output is wrong")
+        if trial.candidate == "good"
+        else trial
+        for trial in verdict.trials
+    )
+    rows = {
+        row.candidate: row for row in rows_of(msgspec.structs.replace(verdict, trials=trials), "cpu", "eager")
+    }
+    assert (rows["eager"].us, rows["good"].us, rows["good"].share) == (9.0, None, None)

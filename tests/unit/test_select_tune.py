@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from bakeoff.select.key import key
 from bakeoff.select.op import Candidate, Op
 from bakeoff.select.policy import using
 from bakeoff.select.side_by_side import Outcome, Wanted
+from bakeoff.select.table import Table, read, write
 from bakeoff.select.tune import TuneReport, recordings, tune
 from tests.unit import test_select_policy as toys
 from tests.unit import zoo
@@ -389,3 +391,17 @@ def test_the_worker_loads_beside_the_first_step_and_only_then(monkeypatch: pytes
     policy.store.path("cpu").write_text("{}")
     tune(lambda: started.append("step"), 1.0)
     assert started == ["step"]
+
+
+def test_what_other_versions_measured_is_measured_again(op: Op, held: list[str]) -> None:
+    """Their table, left where it is, serves calls; to tune is to measure under the versions here."""
+    tune(lambda: call(op))
+    mine = policy.store.path("cpu")
+    table = read(mine)
+    older = msgspec.structs.replace(table.facts, torch="1.0")
+    write(policy.store.path("cpu", older), Table(older, table.rows))
+    mine.unlink()
+    policy.store.forget()
+    policy.forget()
+    assert toys.call(op) == "two", "in force meanwhile"
+    assert tune(lambda: call(op)).measured == 1

@@ -364,3 +364,18 @@ def test_errors_are_finite_for_huge_float64() -> None:
     errors = trial(verdict, "right").errors
     assert errors is not None
     assert all(math.isfinite(e) for e in (errors.max, errors.rms, errors.gain))
+
+
+def test_an_input_that_only_the_second_run_modifies_is_seen() -> None:
+    """As an autotuner does that measures its configurations in place."""
+    calls = 0
+
+    def every_other_time(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 2 == 0:
+            x.data[0, 0] += 1
+
+    op, case = zoo.op(Candidate("tuning", zoo.product(every_other_time))), zoo.case(grad=False)
+    with pytest.raises(Rejected, match="modifies its input x"):
+        verify(op, op.by_name["tuning"], yardsticks(op, case))

@@ -123,10 +123,11 @@ def sample(
         return logits.argmax(dim=-1)
     logits = logits.float() / temperature
     if 0 < top_k < logits.shape[-1]:
-        least = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
+        likeliest, where = logits.topk(top_k)
+        logits = torch.full_like(logits, -math.inf).scatter(-1, where, likeliest)
     if top_p < 1.0:
         ordered, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
         surplus = ordered.cumsum(dim=-1) - ordered >= top_p  # the mass before it already suffices
+        surplus[:, 0] = False  # even for a top_p that is 0 in float32
         logits = logits.masked_fill(surplus.scatter(-1, order, surplus), -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]

@@ -34,10 +34,18 @@ class KeyValues:
         held = self.layers[layer]
         if held is None:
             shape = (k.shape[0], k.shape[1], self.capacity, k.shape[3])
-            held = self.layers[layer] = (k.new_empty(shape), v.new_empty(shape))
+            with torch.inference_mode(False):  # a cache that begins under it may go on without
+                held = k.new_empty(shape), v.new_empty(shape)
         end = self.length + k.shape[2]
-        for kept, new in zip(held, (k, v), strict=True):
-            kept[:, :, self.length : end] = new
+        if any(tensor.requires_grad for tensor in (k, v, *held)):  # what a backward will read stays as it is
+            held = (
+                held[0].slice_scatter(k, 2, self.length, end),
+                held[1].slice_scatter(v, 2, self.length, end),
+            )
+        else:
+            for kept, new in zip(held, (k, v), strict=True):
+                kept[:, :, self.length : end] = new
+        self.layers[layer] = held
         return held[0][:, :, :end], held[1][:, :, :end]
 
 

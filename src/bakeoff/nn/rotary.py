@@ -13,8 +13,9 @@ __all__ = ["HasRotaryTables"]
 class HasRotaryTables(nn.Module):
     """Base of a model with the tables `cos` and `sin`, each [length, dim / 2], for `bakeoff.ops.rotary`.
 
-    They are no part of its state, so a model that was built on the meta device makes them when its
-    parameters get memory: by ``to_empty(device=...)``, or by ``load_state_dict(..., assign=True)``.
+    They are no part of its state, so they are made anew wherever the model's tensors move, be it alone or as
+    a part of another: to a device or a dtype, or from the meta device to memory (``to_empty(device=...)``,
+    ``load_state_dict(..., assign=True)``).
 
     >>> class Model(HasRotaryTables):
     ...     def __init__(self):
@@ -41,15 +42,10 @@ class HasRotaryTables(nn.Module):
         self.cos, self.sin = (table.to(dtype) for table in rotary_tables(*self._rotary, device=device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        without_data = self.cos.is_meta
+        before = self.cos
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if without_data and not self.cos.is_meta:
+        if self.cos is not before and not self.cos.is_meta:
             self._fill_tables(self.cos.device)
-        return self
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
-        super().to_empty(device=device, recurse=recurse)
-        self._fill_tables(self.cos.device)
         return self
 
 

@@ -10,6 +10,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import math
+import reprlib
 import secrets
 import sys
 import typing
@@ -100,6 +102,11 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def needs_grad(self) -> bool:
         return any(meta.requires_grad for meta in self.tensors.values())
+
+    def said(self, name: str) -> str:
+        """Argument `name` as an error shows it."""
+        value = self.args[name]
+        return "a tensor" if isinstance(value, TensorMeta) else reprlib.repr(value)
 
     def replace(self, **args: TensorMeta | Scalar) -> "Case":
         """The same case with some arguments changed."""
@@ -261,11 +268,9 @@ class Op:
 
     def candidate(self, name: str) -> Candidate:
         """The candidate called `name`, or an error that lists the ones there are."""
-        try:
-            return self.by_name[name]
-        except KeyError:
-            known = ", ".join(self.by_name)
-            raise Unsupported(f"{self.name} has no candidate {name!r}; it has {known}") from None
+        if not isinstance(name, str) or name not in self.by_name:
+            raise Unsupported(f"{self.name} has no candidate {name!r}; it has {', '.join(self.by_name)}")
+        return self.by_name[name]
 
     def case(self, args: Sequence[Any], name: str = "") -> Case:
         """The case that a call with these arguments makes."""
@@ -278,7 +283,12 @@ class Op:
 
     def scalar(self, name: str, value: Any) -> Any:
         """`value` of argument `name` as keys hold it: 1 for a float is 1.0, as memos take these for equal."""
-        return float(value) if type(value) is int and name in self.floats else value
+        if type(value) is not int or name not in self.floats:
+            return value
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
 
     def __call__(self, *args: Any, impl: str | None = None) -> Any:
         """Run the candidate selected for these arguments, or `impl`.

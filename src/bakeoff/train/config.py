@@ -204,6 +204,7 @@ def resolve(base: Config, file: str | Path | None = None, overrides: Sequence[st
     """`base`, then the TOML file's keys, then ``section.key=value`` strings, checked.
 
     Values are read by the key's type: ``train.steps=100``, ``optim.lr=3e-4``, ``data.path=my file.txt``.
+    Of two for one key the last holds; otherwise their order doesn't matter.
 
     Raises:
         ConfigError: the file can't be read; an unknown key (the message names the nearest); a value of
@@ -218,8 +219,8 @@ def resolve(base: Config, file: str | Path | None = None, overrides: Sequence[st
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{file} is not TOML: {error}") from None
         _lay_over(tree, given, Config, "")
-    for override in overrides:
-        _override(tree, override)
+    for override in sorted(overrides, key=lambda text: _name(text) != f"model.{_KIND}"):
+        _override(tree, override)  # a kind first, or it would clear what is said of its keys
     return from_tree(tree)
 
 
@@ -357,9 +358,13 @@ def _lay_over(tree: dict[str, Any], given: Mapping[str, Any], section: type, pre
             tree[key] = value
 
 
+def _name(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
 def _override(tree: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    name, text = name.strip(), text.strip()
+    name, (_, equals, text) = _name(override), override.partition("=")
+    text = text.strip()
     if not equals:
         raise ConfigError(f"override {override!r} has no '=': write KEY=VALUE, such as train.steps=100")
     *path, last = name.split(".")
@@ -404,6 +409,8 @@ def _nearest_key(name: str) -> str:
     section, _, last = name.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     anywhere = {key.rpartition(".")[2]: key for key in known}
+    if name in known:
+        return f": the {_KIND} of {section} that is set has none"
     if last in anywhere:
         return f"; did you mean {anywhere[last]}?"
     for candidates in (siblings, anywhere):

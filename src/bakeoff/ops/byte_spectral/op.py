@@ -31,7 +31,7 @@ def check(case: Case) -> None:
         raise ValueError("byte_spectral: table has no columns; it needs at least one")
     if case.features not in _FEATURES:
         raise ValueError(
-            f"byte_spectral: features is {case.features!r}, expected one of {', '.join(_FEATURES)}"
+            f"byte_spectral: features is {case.said('features')}, expected one of {', '.join(_FEATURES)}"
         )
     _check_form(case)
     for name in ("window", "omega", "bias"):
@@ -57,8 +57,7 @@ def _check_kinds(case: Case) -> None:
                 f"16 bits"
             )
     if not isinstance(case.causal, bool):
-        given = "a tensor" if isinstance(case.causal, TensorMeta) else repr(case.causal)
-        raise TypeError(f"byte_spectral: causal is {given}, expected True or False")
+        raise TypeError(f"byte_spectral: causal is {case.said('causal')}, expected True or False")
 
 
 def _check_form(case: Case) -> None:

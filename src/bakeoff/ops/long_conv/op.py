@@ -51,8 +51,7 @@ def _check_kinds(case: Case) -> None:
                 f"16 bits"
             )
     if not isinstance(case.causal, bool):
-        given = "a tensor" if isinstance(case.causal, TensorMeta) else repr(case.causal)
-        raise TypeError(f"long_conv: causal is {given}, expected True or False")
+        raise TypeError(f"long_conv: causal is {case.said('causal')}, expected True or False")
 
 
 def bucket(case: Case) -> Case:

@@ -39,8 +39,7 @@ def check(case: Case) -> None:
     for name in ("eps", "offset"):
         value = case.args[name]
         if not isinstance(value, int | float) or not abs(value) < math.inf:
-            given = "a tensor" if isinstance(value, TensorMeta) else repr(value)
-            raise ValueError(f"rms_norm: {name} must be a finite number, got {given}")
+            raise ValueError(f"rms_norm: {name} must be a finite number, got {case.said(name)}")
     if case.eps < 0:
         raise ValueError(f"rms_norm: eps must be >= 0, got {case.eps}")
     if weight is None and case.offset:

@@ -44,7 +44,7 @@ def check(case: Case) -> None:
             f"(tables that repeat the angles to full width must be cut: cos[:, :{D // 2}])"
         )
     if not isinstance(case.interleaved, bool):
-        raise TypeError(f"rotary: interleaved is {case.interleaved!r}, expected True or False")
+        raise TypeError(f"rotary: interleaved is {case.said('interleaved')}, expected True or False")
     _check_positions(case.position_ids, cos.shape[0], B, T)
 
 

@@ -30,8 +30,8 @@ def eager(
 
 
 def _turned(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    if x.numel() == 0:
-        return x.clone()  # no strides to speak of
+    if x.numel() == 0:  # no strides to speak of
+        return x + torch.view_as_real(turn).sum().to(x.dtype)  # the tables' gradients are zero, not absent
     half = turn.shape[-1]
     pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
     if not interleaved:

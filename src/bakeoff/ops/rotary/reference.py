@@ -1,5 +1,7 @@
 """The definition of `rotary` in plain PyTorch, and the tables it takes."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -56,15 +58,17 @@ def rotary_tables(
         positions: a length T, for positions 0 to T-1, or a tensor [T] of positions, not necessarily whole
             (position interpolation scales them).
         dim: R, how many dimensions of each head are rotated; even.
-        base: the longest wavelength is about 2 pi base positions.
+        base: positive and finite; the longest wavelength is about 2 pi base positions.
         device: where the tables shall be; by default where `positions` is, else PyTorch's default device.
-        dtype: of the tables. Angles are computed in float64, so that far positions stay exact.
+        dtype: of the tables, a floating one. Angles are computed in float64: far positions stay exact.
 
     Returns:
         cos and sin, each [T, R/2].
 
     Raises:
-        ValueError: `dim` is not even and positive, or `positions` is not one-dimensional.
+        ValueError: `dim` is not even and positive, `base` not positive and finite, `positions` a negative
+            length or not one-dimensional.
+        TypeError: a number or a dtype of another kind.
 
     Source: Su et al. 2021, RoFormer, section 3.4.2.
 
@@ -73,14 +77,31 @@ def rotary_tables(
         >>> tuple(cos.shape), float(cos[0, 0]), float(sin[0, 0])
         ((512, 32), 1.0, 0.0)
     """
-    if dim <= 0 or dim % 2:
-        raise ValueError(f"dim is the number of rotated dimensions, even and positive, not {dim}")
+    _check_tables(positions, dim, base, dtype)
     if isinstance(positions, torch.Tensor):
-        if positions.dim() != 1:
-            raise ValueError(f"positions has shape {tuple(positions.shape)}, expected [T]")
         at = positions.to(device=device, dtype=torch.float64)
     else:
         at = torch.arange(positions, device=device, dtype=torch.float64)
     exponent = torch.arange(0, dim, 2, device=at.device, dtype=torch.float64) / -dim
     angle = torch.outer(at, torch.pow(base, exponent))
     return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _check_tables(positions: int | torch.Tensor, dim: int, base: float, dtype: torch.dtype) -> None:
+    if not hasattr(dim, "__index__"):
+        raise TypeError(f"rotary_tables: dim is {dim!r}, expected a whole number")
+    if dim <= 0 or dim % 2:
+        raise ValueError(
+            f"rotary_tables: dim is the number of rotated dimensions, even and positive, not {dim}"
+        )
+    if not 0 < base < math.inf:
+        raise ValueError(f"rotary_tables: base is {base}, expected a positive, finite number such as 10000")
+    if not dtype.is_floating_point:
+        raise TypeError(f"rotary_tables: dtype is {dtype}, expected a floating one such as torch.float32")
+    if isinstance(positions, torch.Tensor):
+        if positions.dim() != 1:
+            raise ValueError(f"rotary_tables: positions has shape {tuple(positions.shape)}, expected [T]")
+    elif not hasattr(positions, "__index__"):
+        raise TypeError(f"rotary_tables: positions is {positions!r}, expected a length or a tensor [T]")
+    elif positions < 0:
+        raise ValueError(f"rotary_tables: positions is {positions}, expected a length of 0 or more")
