@@ -214,7 +214,7 @@ class Waiting(LLMMed):
 
 
 def test_a_model_that_waits_is_trained_uncaptured_and_the_reason_said(
-    base: Config, monkeypatch: pytest.MonkeyPatch
+    base: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(loop, "build", Waiting)
     rows, said = run(resolve(base, None, ["metrics.console=true"]))
@@ -222,7 +222,7 @@ def test_a_model_that_waits_is_trained_uncaptured_and_the_reason_said(
     assert "test_train.py" in said
     assert len(losses(rows)) == STEPS
     with pytest.raises(TrainError, match="can't be captured: the step waits"):
-        run(resolve(base, None, ["train.capture=on", "train.steps=20"]))
+        run(resolve(base, None, ["train.capture=on", f"train.run_dir={tmp_path / 'other'}"]))
 
 
 class Peeking(LLMMed):

@@ -643,6 +643,7 @@ def test_pages_say_what_the_results_say(path: Path) -> None:
     assert filled(text, ROOT) == text, f"run python -m bakeoff.compare.page {path.name}"
     for name in re.findall(r"\]\((images/[^)]+)\)", text):
         assert (path.parent / name).exists(), f"run python -m bakeoff.compare.page {path.name}"
+        assert text.count(f"({name})") == 1, "a picture of two comparisons"
 
 
 def test_a_page_is_filled_between_its_marks(tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ def block(folder: str, root: Path) -> str:
     train, data = settings["train"], Path(settings["data"]["path"]).name
     limit = f"{train['steps']} steps" if train["steps"] else f"{train['max_seconds']:.0f} s of training"
     rows = train["seq_len"] or document.second.config["model"]["max_seq_len"]
-    name = Path(folder).name
     size = f" of {document.data_bytes:,} bytes" if document.data_bytes else ""
     what = f"{data}{size}, rows of {rows} bytes, {limit} a run"
     where = f"[{folder}/compare.json](../{folder}/compare.json)"
@@ -43,13 +42,17 @@ def block(folder: str, root: Path) -> str:
         f"**{env.device}**, torch {env.torch}, {env.date[:10]}; {what} ({where}).",
         _quality(document),
         _verdict(document),
-        f"![Bits per byte against time](images/{name}-curves.svg)",
+        f"![Bits per byte against time]({_picture(folder, 'curves')})",
     ]
     if missing := [str(n) for n in document.lengths if n not in {row.length for row in document.speed}]:
         parts.append(f"Unfinished: speed at {', '.join(missing)} bytes was not measured.")
     if document.speed:
-        parts += [_speed(document), f"![Speed against context length](images/{name}-speed.svg)"]
+        parts += [_speed(document), f"![Speed against context length]({_picture(folder, 'speed')})"]
     return "\n\n".join(parts) + "\n"
+
+
+def _picture(folder: str, kind: str) -> str:
+    return f"images/{folder.removeprefix('results/').replace('/', '-')}-{kind}.svg"
 
 
 def _quality(document: Document) -> str:
@@ -173,13 +176,12 @@ def main(check: bool, page: Path) -> None:
     if folders and missing:
         raise click.ClickException(f"pictures need {' and '.join(missing)}: pip install -e '.[report]'")
     page.write_text(new, "utf-8")
-    images = page.parent / "images"
-    images.mkdir(exist_ok=True)
+    (page.parent / "images").mkdir(exist_ok=True)
     for folder in folders:
-        document, name = read(root / folder), Path(folder).name
+        document = read(root / folder)
         pictures = {"curves": _curves(document)} | ({"speed": _speeds(document)} if document.speed else {})
         for kind, picture in pictures.items():
-            picture.properties(width=_WIDTH, height=_HEIGHT).save(images / f"{name}-{kind}.svg")
+            picture.properties(width=_WIDTH, height=_HEIGHT).save(page.parent / _picture(folder, kind))
 
 
 if __name__ == "__main__":
