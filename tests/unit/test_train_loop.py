@@ -443,6 +443,11 @@ def test_out_of_memory_names_the_fix(base: Config, monkeypatch: pytest.MonkeyPat
         train(base, console=QUIET)
 
 
+def test_a_model_beyond_memory_names_the_fix(base: Config) -> None:
+    with pytest.raises(TrainError, match=r"while the model was built: make model.d_model .*can't allocate"):
+        train(resolve(base, None, ["model.d_model=4000000000"]), console=QUIET)
+
+
 def test_other_errors_keep_their_own_words(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Stepper, rows: torch.Tensor, lr: float) -> None:
         raise RuntimeError("something else")

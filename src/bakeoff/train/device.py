@@ -78,20 +78,14 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def memory_errors(config: Config) -> Iterator[None]:
-    """Turns running out of memory, on the GPU or the host, into a TrainError that names the fix."""
+def memory_errors(where: str, fix: str) -> Iterator[None]:
+    """Turns running out of memory, on the GPU or the host, into a TrainError that says where and the fix."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         starved = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not starved and "can't allocate memory" not in str(
-            error
-        ):  # the CPU allocator's plain RuntimeError
+        # The CPU's allocator raises a plain RuntimeError.
+        if not starved and "can't allocate memory" not in str(error):
             raise
-        train = config.train
         first_line = (str(error) or type(error).__name__).splitlines()[0]
-        raise TrainError(
-            f"out of memory with train.batch_size={train.batch_size}, {config.seq_len} bytes a row, "
-            f"train.accumulate={train.accumulate}: set train.accumulate={2 * train.accumulate} for the same "
-            f"steps in about half the memory, or lower train.batch_size. ({first_line})"
-        ) from error
+        raise TrainError(f"out of memory {where}: {fix}. ({first_line})") from error

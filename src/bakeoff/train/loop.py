@@ -100,12 +100,13 @@ def _train(
     with StopSignals(at_once=world.size == 1) as signals:
         try:
             torch.manual_seed(config.train.seed)
-            model = build(config.model) if start is None else start.model()
-            model.to(device).train()
+            with memory_errors("while the model was built", "make model.d_model or model.layers smaller"):
+                model = build(config.model) if start is None else start.model()
+                model.to(device).train()
             if config.train.leak_check:
                 check_leaks(model, evaluation, config, device)
             with (
-                memory_errors(config),
+                memory_errors(*_too_large_a_step(config)),
                 MetricsLog(run_dir, config, console, first=world.first) as metrics,
                 Prefetcher(batches, device) as feed,
             ):
@@ -122,6 +123,13 @@ def _train(
                 told = stopped_first(signals.caught, start.folder if start else None)
                 console.print(told, highlight=False, markup=False, soft_wrap=True)
             return Result.unstarted(run_dir, start, signals.caught)
+
+
+def _too_large_a_step(config: Config) -> tuple[str, str]:
+    rows, parts = config.train.batch_size, config.train.accumulate
+    where = f"with train.batch_size={rows}, {config.seq_len} bytes a row, train.accumulate={parts}"
+    half = f"set train.accumulate={2 * parts} for the same steps in about half the memory"
+    return where, f"{half}, or lower train.batch_size"
 
 
 def _why_no_graph(config: Config, device: torch.device, world: World) -> str:
