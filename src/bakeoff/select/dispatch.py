@@ -46,8 +46,10 @@ class Asked(Exception):
 
 def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
     """Decide for this call, remember the decision, and run it."""
-    if torch.compiler.is_compiling():
-        return _traced(op, args, impl)
+    return _traced(op, args, impl) if torch.compiler.is_compiling() else _out_of_traces(op, args, impl)
+
+
+def _dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
     if impl is ASK:
         raise Asked(checked(op, args))
     if any(map(_lazy, args)) and not hot.transformed():
@@ -70,6 +72,10 @@ def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
         )
         return op.incumbent.call(*args)
     return decide(op, case, hot.fingerprint(op, args))(*args)
+
+
+_out_of_traces = _dispatch
+"""The same, out of torch.compile's reach from the first error of a trace on."""
 
 
 def _lazy(value: Any) -> bool:
@@ -322,7 +328,7 @@ def _constant_fault(op_name: str, known: tuple[Any, ...]) -> tuple[str, str] | N
         _check_devices(op, devices)
         op.check(Case(values, next(iter(devices), "cpu")))
     except (TypeError, ValueError) as error:
-        return ("TypeError" if isinstance(error, TypeError) else "ValueError"), str(error)
+        return _fault(TypeError if isinstance(error, TypeError) else ValueError, error)
     return None
 
 
@@ -353,11 +359,20 @@ def _constant_choice(
                 settings = policy.unsettled(settings)
             chosen = choose(op, case, settings).candidate
     except (PolicyError, Unsupported) as error:
-        return "", type(error).__name__, str(error)
+        return "", *_fault(type(error), error)
     if chosen.name == "compiled":
         chosen = op.incumbent  # the region around it is compiled already
     op.traced[chosen.name] = chosen.call
     return chosen.name, "", ""
+
+
+def _fault(kind: type[Exception], error: Exception) -> tuple[str, str]:
+    """The error's kind and text. It ends the trace, and the call is made again outside. There Dynamo would trace
+    what raises it, too, and in torch 2.11 fail of that with an error of its own."""
+    global _out_of_traces
+    if _out_of_traces is _dispatch:
+        _out_of_traces = torch.compiler.disable(_dispatch)
+    return kind.__name__, str(error)
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import all of torch._dynamo at once.
