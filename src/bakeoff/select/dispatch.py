@@ -367,8 +367,11 @@ def _constant_choice(
 
 
 def _fault(kind: type[Exception], error: Exception) -> tuple[str, str]:
-    """The error's kind and text. It ends the trace, and the call is made again outside. There Dynamo would trace
-    what raises it, too, and in torch 2.11 fail of that with an error of its own."""
+    """The error's kind and text.
+
+    It ends the trace, and the call is made again outside. Dynamo would trace what raises it there, too, and
+    fail of that in torch 2.11 with an error of its own.
+    """
     global _out_of_traces
     if _out_of_traces is _dispatch:
         _out_of_traces = torch.compiler.disable(_dispatch)
