@@ -1,5 +1,6 @@
 """From a call to a candidate: metadata alone, one look-up when known, a constant under torch.compile."""
 
+import contextlib
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -510,18 +511,15 @@ def test_ops_are_found_by_name_or_the_nearest_is_named(op: Op) -> None:
 
 def test_a_call_decided_while_a_recording_begins_is_not_remembered() -> None:
     """Another thread's: the calls that follow must not pass it by."""
-    begun = []
+    recorded: list[dict[Any, Any]] = []
 
     def heuristic(case: Case, regime: str) -> str:
-        if not begun:
-            begun.append(recording())
-            recorded.append(begun[0].__enter__())
+        if not recorded:
+            recorded.append(begun.enter_context(recording()))
         return "eager"
 
-    recorded: list[dict[Any, Any]] = []
     op, x, w = zoo.op(heuristic=heuristic, name="zoo_begun"), torch.randn(4, 8), torch.randn(8)
-    with zoo.registered(op):
+    with zoo.registered(op), contextlib.ExitStack() as begun:
         op(x, w, None)
         op(x, w, None)
-        begun[0].__exit__(None, None, None)
     assert len(recorded[0]) == 1

@@ -444,8 +444,9 @@ def test_out_of_memory_names_the_fix(base: Config, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_model_beyond_memory_names_the_fix(base: Config) -> None:
+    beyond_addresses = 4 * 10**12  # where memory may be overcommitted, too
     with pytest.raises(TrainError, match=r"while the model was built: make model.d_model .*can't allocate"):
-        train(resolve(base, None, ["model.d_model=4000000000"]), console=QUIET)
+        train(resolve(base, None, [f"model.d_model={beyond_addresses}"]), console=QUIET)
 
 
 def test_other_errors_keep_their_own_words(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
