@@ -151,8 +151,11 @@ def cases() -> list[Case]:
     half, full = torch.bfloat16, torch.float32
     return [
         _case("16x1024", 16, 1024),
+        _case("64x256", 64, 256),
         _case("64x512", 64, 512),
+        _case("16x4096", 16, 4096),
         _case("4x8192 D512", 4, 8192, D=512),
+        _case("1x65536", 1, 65536),
         _case("8x2048 C4", 8, 2048, C=4, K=16, W=32),
         _case("16x1024 grid", 16, 1024, K=None),
         _case("16x1024 complex", 16, 1024, features="complex"),

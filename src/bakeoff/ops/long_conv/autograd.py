@@ -1,29 +1,23 @@
-"""long_conv by its own kernels, of either method, under autograd and as ops for torch.compile."""
+"""Convolutions by our own kernels, of any method, under autograd and as ops for torch.compile."""
 
 from typing import Any
 
 import torch
 
-from bakeoff.ops.long_conv.direct_major import EitherLayout
-from bakeoff.ops.long_conv.fft import FFT
 from bakeoff.ops.long_conv.rows import room_like
-from bakeoff.ops.long_conv.run import Arguments, Method, OnRows
-from bakeoff.ops.long_conv.toeplitz import TOEPLITZ
+from bakeoff.ops.long_conv.run import Arguments, Method
 
-__all__ = ["direct", "fft", "toeplitz"]
+__all__ = ["METHODS", "convolved"]
 
-_METHODS: dict[str, Method] = {"direct": EitherLayout(), "toeplitz": OnRows(TOEPLITZ), "fft": OnRows(FFT())}
-_TWICE = (
-    "this candidate of long_conv can't be differentiated twice; "
-    "pass impl='eager' or use bakeoff.using(long_conv='eager')"
-)
+METHODS: dict[str, Method] = {}
+"""By "op.candidate", as graphs of torch.compile name them; the modules of the candidates put them here."""
 
 
 class _LongConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, method: str) -> Any:
         keep = gate_out is not None and ctx.needs_input_grad[4]
-        out, y = _METHODS[method].forward(Arguments(u, h, skip, gate_in, gate_out), keep)
+        out, y = METHODS[method].forward(Arguments(u, h, skip, gate_in, gate_out), keep)
         ctx.method = method
         ctx.save_for_backward(u, h, skip, gate_in, gate_out, y)
         return out
@@ -39,17 +33,21 @@ class _Recorded(torch.autograd.Function):
     """The backward as a node of its own, so that differentiating it again raises instead of giving zeros."""
 
     @staticmethod
-    def forward(_: Any, node: Any, dout: Any, *_saved: Any) -> Any:
+    def forward(ctx: Any, node: Any, dout: Any, *_saved: Any) -> Any:
+        ctx.op = node.method.split(".")[0]
         return _gradients(node, dout)
 
     @staticmethod
-    def backward(*_: Any) -> Any:
-        raise RuntimeError(_TWICE)
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            f"this candidate of {ctx.op} can't be differentiated twice; "
+            f"pass impl='eager' or use bakeoff.using({ctx.op}='eager')"
+        )
 
 
 def _gradients(ctx: Any, dout: Any) -> tuple[torch.Tensor | None, ...]:
     *given, y = ctx.saved_tensors
-    return (*_METHODS[ctx.method].backward(dout, Arguments(*given), y, ctx.needs_input_grad), None)
+    return (*METHODS[ctx.method].backward(dout, Arguments(*given), y, ctx.needs_input_grad), None)
 
 
 @torch.library.custom_op("bakeoff::long_conv_forward", mutates_args=())
@@ -62,7 +60,7 @@ def _forward_op(
     keep: bool,
     method: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, y = _METHODS[method].forward(Arguments(u, h, skip, gate_in, gate_out), keep)
+    out, y = METHODS[method].forward(Arguments(u, h, skip, gate_in, gate_out), keep)
     return out, u.new_empty(0) if y is None else y
 
 
@@ -84,7 +82,7 @@ def _backward_op(
     method: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     kept = y if wanted[4] else None  # empty where the forward kept nothing
-    found = _METHODS[method].backward(dout, Arguments(u, h, skip, gate_in, gate_out), kept, wanted)
+    found = METHODS[method].backward(dout, Arguments(u, h, skip, gate_in, gate_out), kept, wanted)
     du, dh, dskip, din, dgate = (u.new_empty(0) if g is None else g for g in found)
     return du, dh, dskip, din, dgate
 
@@ -119,7 +117,8 @@ def _gradients_op(ctx: Any, dout: Any, _: Any) -> Any:
 _forward_op.register_autograd(_gradients_op, setup_context=_save)
 
 
-def _convolved(method: str, given: Arguments) -> torch.Tensor:
+def convolved(method: str, given: Arguments) -> torch.Tensor:
+    """`given` convolved by one of `METHODS`."""
     gate = given.gate_out
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in given if x is not None)
     if torch.compiler.is_compiling():
@@ -128,22 +127,4 @@ def _convolved(method: str, given: Arguments) -> torch.Tensor:
         return out
     if grad:
         return _LongConv.apply(*given, method)  # type: ignore[no-any-return, no-untyped-call]
-    return _METHODS[method].forward(given, False)[0]
-
-
-def direct(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) -> torch.Tensor:
-    """The ``direct`` candidate; `causal` is True, as its declaration asks for."""
-    del causal
-    return _convolved("direct", Arguments(u, h, skip, gate_in, gate_out))
-
-
-def toeplitz(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) -> torch.Tensor:
-    """The ``toeplitz`` candidate; `causal` is True, as its declaration asks for."""
-    del causal
-    return _convolved("toeplitz", Arguments(u, h, skip, gate_in, gate_out))
-
-
-def fft(u: Any, h: Any, skip: Any, gate_in: Any, gate_out: Any, causal: bool) -> torch.Tensor:
-    """The ``fft`` candidate; `causal` is True, as its declaration asks for."""
-    del causal
-    return _convolved("fft", Arguments(u, h, skip, gate_in, gate_out))
+    return METHODS[method].forward(given, False)[0]

@@ -76,9 +76,11 @@ class _Launch(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _launch(kernel: str, B: int, C: int, T: int, L: int, dtype: torch.dtype, device: torch.device) -> _Launch:
+def _launch(
+    kernel: str, B: int, C: int, T: int, L: int, circular: bool, dtype: torch.dtype, device: torch.device
+) -> _Launch:
     limits = cuda.limits(device)
-    how = plan(T, L, limits.shared)
+    how = plan(T, L, limits.shared, circular)
     assert how is not None  # `supports` has looked
     place = KERNELS.index(kernel)
     pairs = (B + 1) // 2
@@ -98,51 +100,54 @@ def _launch(kernel: str, B: int, C: int, T: int, L: int, dtype: torch.dtype, dev
 
 
 class FFT:
-    """See `bakeoff.ops.long_conv.run.Method`."""
+    """See `bakeoff.ops.long_conv.run.Convolver`. If `circular` the end wraps around to the start, and
+    there are as many taps as times.
+    """
+
+    def __init__(self, circular: bool = False) -> None:
+        self.circular = circular
 
     def convolve(self, v: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int) -> None:
         """y = h * v + skip v."""
-        _convolve(v, h, skip, y, T, 1)
+        self._convolve(v, h, skip, y, T, 1)
 
     def gradients(
         self, v: Tensor | None, dy: Tensor, h: Tensor, skip: Tensor | None, dv: Tensor | None, T: int
     ) -> tuple[Tensor | None, Tensor | None]:
         """Puts v's gradient into `dv` if it is given; returns those of h and skip if `v` is given."""
         if v is not None:
-            dh = _differentiate(v, dy, h, skip, dv, T)
+            dh = self._differentiate(v, dy, h, skip, dv, T)
             dskip = None if skip is None else dh[:, 0].to(skip.dtype, copy=True)
             return (pad(dh, (0, h.shape[1] - T)) if h.shape[1] > T else dh).to(h.dtype), dskip
         if dv is not None:
-            _convolve(dy, h, skip, dv, T, -1)
+            self._convolve(dy, h, skip, dv, T, -1)
         return None, None
 
+    def _convolve(self, x: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, sign: int) -> None:
+        """y = h * x (correlated with h where `sign` is -1) + skip x."""
+        B, C, _ = x.shape
+        L = min(h.shape[1], T)
+        how = _launch("convolve", B, C, T, L, self.circular, x.dtype, x.device)
+        how.module.launch(
+            "convolve", how.blocks, how.threads, how.shared,
+            x, *_filters(h, skip, L), y, *_parts(how, x.device), how.twiddles, sign,
+            B, T, L, C, how.shares, *_steps(x), *_steps(y),
+        )  # fmt: skip
 
-def _convolve(x: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, sign: int) -> None:
-    """y = h * x (correlated with h where `sign` is -1) + skip x."""
-    B, C, _ = x.shape
-    L = min(h.shape[1], T)
-    how = _launch("convolve", B, C, T, L, x.dtype, x.device)
-    how.module.launch(
-        "convolve", how.blocks, how.threads, how.shared,
-        x, *_filters(h, skip, L), y, *_parts(how, x.device), how.twiddles, sign,
-        B, T, L, C, how.shares, *_steps(x), *_steps(y),
-    )  # fmt: skip
-
-
-def _differentiate(
-    x: Tensor, dy: Tensor, h: Tensor, skip: Tensor | None, dx: Tensor | None, T: int
-) -> Tensor:
-    """The gradient of h in float32, and that of x into `dx` if it is given."""
-    B, C, _ = x.shape
-    L = min(h.shape[1], T)
-    how = _launch("differentiate", B, C, T, L, x.dtype, x.device)
-    sums = torch.empty((how.shares, C, L), dtype=torch.float32, device=x.device)
-    how.module.launch(
-        "differentiate", how.blocks, how.threads, how.shared,
-        x, dy, *_filters(h, skip, L), dx, sums, *_parts(how, x.device), how.twiddles,
-        B, T, L, C, how.shares, *_steps(x), *_steps(dy), *_steps(dy if dx is None else dx),
-    )  # fmt: skip
-    return sums[0] if how.shares == 1 else sums.sum(0)
+    def _differentiate(
+        self, x: Tensor, dy: Tensor, h: Tensor, skip: Tensor | None, dx: Tensor | None, T: int
+    ) -> Tensor:
+        """The gradient of h in float32, and that of x into `dx` if it is given."""
+        B, C, _ = x.shape
+        L = min(h.shape[1], T)
+        how = _launch("differentiate", B, C, T, L, self.circular, x.dtype, x.device)
+        sums = torch.empty((how.shares, C, L), dtype=torch.float32, device=x.device)
+        how.module.launch(
+            "differentiate", how.blocks, how.threads, how.shared,
+            x, dy, *_filters(h, skip, L), dx, sums, *_parts(how, x.device), how.twiddles,
+            B, T, L, C, how.shares, *_steps(x), *_steps(dy), *_steps(dy if dx is None else dx),
+        )  # fmt: skip
+        return sums[0] if how.shares == 1 else sums.sum(0)
 
 
 def _filters(h: Tensor, skip: Tensor | None, L: int) -> tuple[Tensor, Tensor | None]:

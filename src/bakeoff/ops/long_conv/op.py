@@ -199,7 +199,7 @@ def _fft(case: Case) -> str | None:
 _SOURCES = ("bakeoff.ops.long_conv.reference",)
 _HERE = "bakeoff.ops.long_conv"
 _DIRECT = tuple(f"kernels:{name}" for name in ("direct.cu", "direct_major.cu", "taps.cuh", "data.cuh"))
-_ROWS = tuple(f"{_HERE}.{room}" for room in ("kernels.pack", "rows", "run"))
+_ROWS = tuple(f"{_HERE}.{room}" for room in ("autograd", "kernels.pack", "rows", "run"))
 
 OP = Op(
     name="long_conv",
@@ -211,7 +211,7 @@ OP = Op(
         ),
         Candidate(
             "direct",
-            "bakeoff.ops.long_conv.autograd:direct",
+            "bakeoff.ops.long_conv.candidates:direct",
             requires=("triton",),
             supports=_direct,
             sources=(
@@ -224,7 +224,7 @@ OP = Op(
         ),
         Candidate(
             "toeplitz",
-            "bakeoff.ops.long_conv.autograd:toeplitz",
+            "bakeoff.ops.long_conv.candidates:toeplitz",
             requires=("triton",),
             supports=_toeplitz,
             sources=(*_ROWS, f"{_HERE}.toeplitz", f"{_HERE}.kernels.toeplitz", "bakeoff.launch"),
@@ -232,7 +232,7 @@ OP = Op(
         ),
         Candidate(
             "fft",
-            "bakeoff.ops.long_conv.autograd:fft",
+            "bakeoff.ops.long_conv.candidates:fft",
             requires=("triton",),
             supports=_fft,
             sources=(

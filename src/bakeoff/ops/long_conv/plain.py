@@ -48,8 +48,8 @@ def _by_fft(v: torch.Tensor, h: torch.Tensor, causal: bool) -> torch.Tensor:
     T = v.shape[1]
     h = h[:, :T]
     n = fast_length(T + h.shape[1] - 1)
-    response = torch.fft.rfft(spread(h, n, causal)).t()
-    y: torch.Tensor = torch.fft.irfft(torch.fft.rfft(v, n, dim=1) * response, n, dim=1)[:, :T]
+    spectrum = torch.fft.rfft(v.mT, n) * torch.fft.rfft(spread(h, n, causal))
+    y: torch.Tensor = torch.fft.irfft(spectrum, n)[..., :T].mT
     return y
 
 

@@ -20,6 +20,7 @@ class Tuning(NamedTuple):
 
 
 _TUNINGS = {
+    256: Tuning((8, 8, 4), 1, (24, 16), True),
     512: Tuning((8, 8, 8), 1, (16, 12), True),
     1024: Tuning((16, 8, 8), 1, (12, 8), True),
     2048: Tuning((16, 16, 8), 1, (6, 4), True),
@@ -31,11 +32,14 @@ _LONGEST_OUTER = 32
 
 
 class Plan(NamedTuple):
-    """An FFT of n * outer values, of which rows fill at most the first half if `half`."""
+    """An FFT of n * outer values, of which rows fill at most the first half if `half`; if `circular`, rows
+    and filters fill all of them.
+    """
 
     n: int
     outer: int
     half: bool = True
+    circular: bool = False
 
     @property
     def total(self) -> int:
@@ -55,7 +59,8 @@ class Plan(NamedTuple):
         (r1, r2, r3), rounds, (blocks, backward_blocks), keeps = self.tuning
         given = {
             "N": self.n, "E": r1, "R1": r1, "R2": r2, "R3": r3, "OUTER": self.outer, "HALF": self.half,
-            "ROUNDS": rounds, "BLOCKS": blocks, "BACKWARD_BLOCKS": backward_blocks, "KEEPS": keeps,
+            "CIRCULAR": self.circular, "ROUNDS": rounds, "BLOCKS": blocks, "BACKWARD_BLOCKS": backward_blocks,
+            "KEEPS": keeps,
         }  # fmt: skip
         return [f"-D{name}={int(value)}" for name, value in given.items()]
 
@@ -70,12 +75,16 @@ class Plan(NamedTuple):
         return 4 * (rest + 2 * self.n), 4 * (rest + 2 * self.n * spectra)
 
 
-def plan(T: int, L: int, shared_limit: int) -> Plan | None:
-    """For rows of T times and L taps; None where they are too long for this machine."""
-    needed = max(512, 1 << (T + min(L, T) - 2).bit_length())
+def plan(T: int, L: int, shared_limit: int, circular: bool = False) -> Plan | None:
+    """For rows of T times and L taps, or of T taps on a circle if `circular`.
+
+    None where they are too long for this machine, or where T is no power of 2 or too short for a circle.
+    """
+    least = min(_TUNINGS)
+    needed = T if circular else max(least, 1 << (T + min(L, T) - 2).bit_length())
     fitting = [n for n in _TUNINGS if max(Plan(n, 1).shared) <= shared_limit]
-    if not fitting:
+    if not fitting or needed < least or needed & (needed - 1):
         return None
     n = min(needed, max(fitting))
-    found = Plan(n, needed // n, needed >= 2 * T)
+    found = Plan(n, needed // n, needed >= 2 * T, circular)
     return found if found.outer <= _LONGEST_OUTER else None

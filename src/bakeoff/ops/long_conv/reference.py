@@ -24,8 +24,8 @@ def long_conv(
     T = u.shape[1]
     h = h[:, :T]
     n = fast_length(T + h.shape[1] - 1)  # no shorter, or the end would wrap around to the start
-    response = torch.fft.rfft(spread(h.to(wide), n, causal)).t()
-    y: torch.Tensor = torch.fft.irfft(torch.fft.rfft(v, n, dim=1) * response, n, dim=1)[:, :T]
+    spectrum = torch.fft.rfft(v.mT, n) * torch.fft.rfft(spread(h.to(wide), n, causal))
+    y: torch.Tensor = torch.fft.irfft(spectrum, n)[..., :T].mT
     if skip is not None:
         y = y + v * skip.to(wide)
     return (y if gate_out is None else y * gate_out.to(wide)).to(u.dtype)

@@ -53,7 +53,7 @@ def _eager(
     wave = torch.stack((fine[:, 0], -fine[:, 1]), 1).flatten(1, 2).to(real)  # [C, 2K, S]
     h = (rows.flatten(1, 2).mT.to(real) @ wave).flatten(1)[:, :T]
     size = _fast_length(2 * T - 1)
-    y = torch.fft.irfft(torch.fft.rfft(x, size, 1) * torch.fft.rfft(h, size, 1).mT, size, 1)[:, :T]
+    y = torch.fft.irfft(torch.fft.rfft(x.mT, size) * torch.fft.rfft(h, size), size)[..., :T].mT
     back = F.pad(x.flip(1), (0, 0, 0, A * S - T)).view(B, A, S, C).permute(3, 0, 1, 2)
     parts = back.reshape(C, B * A, S) @ fine.flatten(1, 2).mT.to(real)  # [C, BA, 2K]
     parts = parts.view(C, B, A, 2, -1).permute(0, 1, 3, 4, 2)

@@ -1,9 +1,12 @@
 """The declaration of spectral_filter: its candidates, cost, cases and checks."""
 
+import os
 import reprlib
 
 import torch
 
+from bakeoff import cuda
+from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
 from bakeoff.select.compiled import compiler_missing
 from bakeoff.select.key import round_rows, with_layout
@@ -77,6 +80,7 @@ def cases() -> list[Case]:
         _case("64x256x512", 64, 256, 512, 129, bf16),
         _case("16x1024x768", 16, 1024, 768, 513, bf16),
         _case("4x8192x768", 4, 8192, 768, 4097, bf16),
+        _case("1x65536x768", 1, 65536, 768, 32769, bf16),
         _case("low frequencies", 16, 1024, 768, 128, bf16),
         _case("fp16", 16, 1024, 768, 513, fp16),
         _case("fp32", 16, 1024, 768, 513, fp32),
@@ -95,20 +99,49 @@ def _case(name: str, B: int, T: int, C: int, K: int, dtype: torch.dtype) -> Case
     )
 
 
+def fft_cannot(case: Case) -> str | None:
+    """Why FFTs on the chip can't take `case`, or None."""
+    if not case.device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"runs on CUDA, not on {case.device}"
+    if reason := cuda.missing():
+        return reason
+    if case.x.dtype == torch.float64 or case.weight.dtype == torch.complex128:
+        return "computes in float32, not in float64"
+    if case.x.numel == 0:
+        return "empty x"
+    T = case.x.shape[1]
+    if plan(T, T, cuda.limits(torch.device(case.device)).shared, circular=True) is None:
+        return f"takes lengths that are powers of 2, from 256 to some 500,000, not {T}"
+    return None
+
+
 def heuristic(case: Case, regime: str) -> str:
-    """Plain PyTorch: Inductor generates no code for complex numbers."""
-    return "eager"
+    """FFTs on the chip wherever they can run; Inductor generates no code for complex numbers."""
+    del regime
+    return "eager" if fft_cannot(case) else "fft"
 
 
 _HERE = "bakeoff.ops.spectral_filter"
+_LONG_CONV = "bakeoff.ops.long_conv"
 
 OP = Op(
     name="spectral_filter",
     reference=reference,
     candidates=(
         Candidate("eager", f"{_HERE}.plain:eager"),
+        Candidate("compiled", f"{_HERE}.plain:compiled", supports=compiler_missing),
         Candidate(
-            "compiled", f"{_HERE}.plain:compiled", supports=compiler_missing, sources=(f"{_HERE}.reference",)
+            "fft",
+            f"{_HERE}.fft:fft",
+            requires=("triton",),
+            supports=fft_cannot,
+            sources=(
+                *(f"{_LONG_CONV}.{room}" for room in ("autograd", "kernels.pack", "rows", "run")),
+                *(f"{_LONG_CONV}.{room}" for room in ("fft", "plan", "kernels:fft.cu", "kernels:data.cuh")),
+                "bakeoff.launch",
+                "bakeoff.cuda",
+            ),
+            launches="bakeoff.cuda:launches",
         ),
     ),
     check=check,

@@ -11,7 +11,7 @@ def spectral_filter(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return (x + 0 * weight.real.sum()).to(x.dtype)  # the weight's gradient: zeros
     K, T = weight.shape[0], x.shape[1]
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.real.dtype), torch.float32)
-    spectrum = torch.fft.rfft(x.to(wide), dim=1)
-    filtered = torch.cat((weight * spectrum[:, :K], spectrum[:, K:]), 1)
-    y: torch.Tensor = torch.fft.irfft(filtered, T, dim=1)
+    spectrum = torch.fft.rfft(x.to(wide).mT)
+    filtered = torch.cat((weight.mT * spectrum[..., :K], spectrum[..., K:]), -1)
+    y: torch.Tensor = torch.fft.irfft(filtered, T).mT
     return y.to(x.dtype)

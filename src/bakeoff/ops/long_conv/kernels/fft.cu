@@ -3,7 +3,7 @@
 // A block transforms two rows a, b of a channel at once, as z = a + i b: the filter is real, so the real and
 // imaginary parts of the result are the two rows' convolutions. Each row is divided by a power of 2 first, so
 // that a loud one's roundings don't drown the other; one that isn't finite is kept out and comes back as NaN.
-// N >= T + L - 1, or the end would wrap around to the start.
+// N >= T + L - 1, or the end would wrap around to the start, as it does in a circular convolution.
 //
 // Each of THREADS threads holds E = N / THREADS values in registers. Time n is cut into digits n1, n2, n3 and
 // frequency k into k1, k2, k3 of radix R1, R2, R3: n = (n1 R2 + n2) R3 + n3, k = k1 + R1 (k2 + R2 k3). Three
@@ -17,9 +17,10 @@
 // spectrum, frequencies k OUTER + part, and the last of a row's blocks puts the row together again.
 //
 // Compiled with -D for: N, E, R1, R2, R3, OUTER (powers of 2, R1 R2 R3 = N, R1 = E the largest); HALF, whether rows
-// fill no more than half of N OUTER, as filters always do; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BLOCKS and
-// BACKWARD_BLOCKS (wanted on a multiprocessor at a time, by `convolve` and by `differentiate`); KEEPS, whether
-// `differentiate` has room for the filter's spectrum and the sum of its gradient's; and DATA (see data.cuh).
+// fill no more than half of N OUTER, as filters do; CIRCULAR, whether rows and filters fill all of it and the end is
+// meant to wrap around; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BLOCKS and BACKWARD_BLOCKS (wanted on a multiprocessor
+// at a time, by `convolve` and by `differentiate`); KEEPS, whether `differentiate` has room for the filter's spectrum
+// and the sum of its gradient's; and DATA (see data.cuh).
 
 #include "data.cuh"
 
@@ -30,6 +31,8 @@
 #define ROOM (N / (ROUNDS ? ROUNDS : 1) / BANKS * (BANKS + 1))  // for values that change threads at a time
 #define HELD (HALF && OUTER == 1 ? E / 2 : E)                   // values of a thread that may lie inside a row
 #define SEGMENTS (HALF && OUTER > 1 ? OUTER / 2 : OUTER)        // that a row may reach
+#define TAPS (CIRCULAR || OUTER > 1 ? E : E / 2)                // values of a thread that may lie inside a filter
+#define FILTER_SEGMENTS (CIRCULAR ? OUTER : (OUTER + 1) / 2)    // that a filter may reach
 #ifndef SHARED
 #define SHARED(name) extern __shared__ float name[]
 #endif
@@ -323,15 +326,15 @@ DEVICE void weigh(Values &z, int t, Pair rows, float2 by, int T, const float2 *t
 // The spectrum of a filter, as `forward` leaves it.
 DEVICE void spectrum(Values &z, int t, const float *h, int L, word_t *room, const float2 *tables) {
     UNROLL for (int k = 0; k < E; k++) z.re[k] = z.im[k] = 0.f;
-    for (int n = 0; n < (OUTER + 1) / 2; n++) {
+    for (int n = 0; n < FILTER_SEGMENTS; n++) {
         float2 w = tables[n];
-        UNROLL for (int k = 0; k < (OUTER > 1 ? E : E / 2); k++) {
+        UNROLL for (int k = 0; k < TAPS; k++) {
             float x = value(h, n * N + t + k * THREADS, L);
             z.re[k] = OUTER > 1 ? z.re[k] + x * w.x : x;
             z.im[k] = OUTER > 1 ? z.im[k] + x * w.y : 0.f;
         }
     }
-    forward<(OUTER > 1)>(z, t, room, tables);
+    forward<TAPS == E>(z, t, room, tables);
 }
 
 // Keeps a filter's spectrum divided by N OUTER, or with sign = -1 its conjugate, thread by thread.
@@ -471,7 +474,7 @@ DEVICE void add(const Values &z, int t, int part, float *dh, int L, float2 *part
         leave(z, t, part, parts, more);
         return;
     }
-    UNROLL for (int k = 0; k < E / 2; k++) {
+    UNROLL for (int k = 0; k < TAPS; k++) {
         int at = t + k * THREADS;
         if (at < L) dh[at] = z.re[reversed<R1>(k)] * (1.f / TOTAL) + (more ? __ldcg(dh + at) : 0.f);
     }
@@ -556,7 +559,7 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
     for (int m = t; m < N; m += PLACES * THREADS) {
         Places found;
         combine(found, m, parts + row * TOTAL, twiddles);
-        UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int n = 0; n < (OUTER + 1) / 2; n++) {
+        UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int n = 0; n < FILTER_SEGMENTS; n++) {
             int at = n * N + m + i * THREADS;
             if (at < L) dh[at] = found.re[i][reversed<OUTER>(n)] * (1.f / TOTAL);
         }
