@@ -158,6 +158,7 @@ def test_filters_copies_and_their_gradients_sum(target):
 PLANS = [
     Plan(512, 1), Plan(1024, 1), Plan(2048, 1), Plan(2048, 1, half=False), Plan(4096, 1), Plan(8192, 1),
     Plan(16384, 1), Plan(16384, 1, half=False), Plan(16384, 4), Plan(8192, 16),
+    *(Plan(n, outer, half=False, circular=True) for n, outer in [(256, 1), (1024, 1), (8192, 1), (16384, 4)]),
 ]  # fmt: skip
 
 
@@ -178,8 +179,14 @@ def test_ffts_fit_into_shared_memory():
             how = plan(T, T, limit)
             assert how.total >= 2 * T - 1
             assert max(how.shared) <= limit
-    assert plan(8192, 8192, SHARED_LIMIT["sm_90"]) == (16384, 1, True)
-    assert plan(4096, 4096, 99 << 10) == (8192, 1, True)
-    assert plan(4096, 24, SHARED_LIMIT["sm_90"]) == (8192, 1, True)
-    assert plan(4096 - 23, 24, SHARED_LIMIT["sm_90"]) == (4096, 1, False)
+    assert plan(8192, 8192, SHARED_LIMIT["sm_90"]) == Plan(16384, 1)
+    assert plan(4096, 4096, 99 << 10) == Plan(8192, 1)
+    assert plan(4096, 24, SHARED_LIMIT["sm_90"]) == Plan(8192, 1)
+    assert plan(4096 - 23, 24, SHARED_LIMIT["sm_90"]) == Plan(4096, 1, half=False)
     assert plan(1 << 20, 1 << 20, SHARED_LIMIT["sm_90"]) is None
+    assert plan(256, 256, SHARED_LIMIT["sm_90"], circular=True) == Plan(256, 1, half=False, circular=True)
+    assert plan(65536, 65536, SHARED_LIMIT["sm_90"], circular=True) == Plan(
+        16384, 4, half=False, circular=True
+    )
+    for T in (128, 1000, 1 << 20):
+        assert plan(T, T, SHARED_LIMIT["sm_90"], circular=True) is None

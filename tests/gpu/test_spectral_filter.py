@@ -13,6 +13,28 @@ def test_compiled_passes_the_contest_verification(case):
     verify(OP, OP.candidate("compiled"), yardsticks(OP, case))
 
 
+@pytest.mark.parametrize("case", OP.cases(), ids=lambda case: case.name)
+def test_ffts_on_the_chip_pass_the_contest_verification(case):
+    fft = OP.candidate("fft")
+    if fft.reasons(case):
+        pytest.skip(fft.reasons(case)[0])
+    _, deterministic = verify(OP, fft, yardsticks(OP, case))
+    assert deterministic
+
+
+@pytest.mark.parametrize("impl", ["eager", "compiled", "fft"])
+@pytest.mark.parametrize("T", [256, 2048, 8192, 65536])
+def test_real_frequencies_ignore_the_imaginary_part(T, impl):
+    """Against a result of the CPU's FFT."""
+    x = torch.randn(2, T, 8, dtype=torch.bfloat16)
+    weight = torch.randn(T // 2 + 1, 8, dtype=torch.complex64)
+    weight[0] += 300j
+    weight[-1] -= 300j
+    want = reference(x.double(), weight.to(torch.complex128))
+    got = spectral_filter(x.cuda(), weight.cuda(), impl=impl).cpu()
+    assert (got - want).abs().max() < 2**-8 * want.abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("T", [1, 2, 37, 1000])
 def test_eager_against_float64(T, dtype):
@@ -23,12 +45,13 @@ def test_eager_against_float64(T, dtype):
     assert error < max(torch.finfo(dtype).eps, 2e-6)
 
 
-def test_graph_capture():
-    x = torch.randn(2, 64, 32, device="cuda", requires_grad=True)
+@pytest.mark.parametrize("impl", ["eager", "fft"])
+def test_graph_capture(impl):
+    x = torch.randn(2, 256, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(33, 32, device="cuda", dtype=torch.complex64, requires_grad=True)
 
     def step():
-        y = spectral_filter(x, weight, impl="eager")
+        y = spectral_filter(x, weight, impl=impl)
         return (y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y)))
 
     step()

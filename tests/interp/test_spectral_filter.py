@@ -1,16 +1,22 @@
-"""spectral_filter against a transform written out as a matrix; gradients, laws, checks."""
+"""spectral_filter against a transform written out as a matrix; gradients, laws, checks; its CUDA emulated."""
 
 import doctest
 import math
+import shutil
 
 import pytest
 import torch
 
+from bakeoff.errors import Unsupported
+from bakeoff.ops.long_conv import fft as fft_room
+from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.spectral_filter import OP, spectral_filter
 from bakeoff.ops.spectral_filter.plain import eager
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
 from bakeoff.select.op import Case, TensorMeta
+from bakeoff.select.poison import Poison
 from bakeoff.select.verify import verify, yardsticks
+from tests.interp.emulated import emulate
 
 FORMS = pytest.mark.parametrize("fn", [reference, eager])
 SIZES = pytest.mark.parametrize(("T", "K"), [(1, 1), (2, 2), (7, 4), (8, 5), (8, 3), (9, 0), (13, 7)])
@@ -107,6 +113,107 @@ def test_verification_of_compiled():
     if compiled.reasons(case):
         pytest.skip(compiled.reasons(case)[0])
     verify(OP, compiled, list(yardsticks(OP, case)))
+
+
+@pytest.fixture
+def on_chip(monkeypatch):
+    """Makes the candidate with kernels run here, on a GPU with so many bytes of shared memory a block."""
+    if shutil.which("g++") is None:
+        pytest.skip("emulating CUDA needs g++")
+
+    def choose(shared=227 << 10):
+        emulate(monkeypatch, shared)
+        for cache in (fft_room._kernels, fft_room._twiddles, fft_room._launch):
+            cache.cache_clear()
+        return OP.by_name["fft"]
+
+    return choose
+
+
+def check_on_chip(candidate, x, weight, bound):
+    """The result and both gradients, relative to the largest element."""
+    dy = torch.randn(x.shape).to(x.dtype)
+    with Poison() as poison:
+        y = candidate.call(x, weight)
+        got = (y, *torch.autograd.grad(y, (x, weight), dy))
+    assert not poison.broken()
+    exact = [x.detach().double().requires_grad_(), weight.detach().to(torch.complex128).requires_grad_()]
+    y = reference(*exact)
+    for mine, want in zip(got, (y, *torch.autograd.grad(y, exact, dy.double())), strict=True):
+        assert (mine - want).abs().max() <= bound * want.abs().max()
+
+
+@pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
+@pytest.mark.parametrize(("B", "T", "C", "K"), [(3, 256, 2, 129), (1, 512, 3, 20), (5, 1024, 1, 1)])
+def test_on_chip(on_chip, B, T, C, K, major):
+    x, weight = tensors(B, T, C, K, torch.float32)
+    if major:
+        x = x.detach().mT.contiguous().mT.requires_grad_()
+    check_on_chip(on_chip(), x, weight, 1e-6)
+
+
+def test_on_chip_in_half_precision(on_chip):
+    x, weight = tensors(2, 256, 3, 129, torch.float32)
+    check_on_chip(on_chip(), x.detach().half().requires_grad_(), weight, 1e-3)
+
+
+@pytest.mark.parametrize("T", [1024, 4096])
+def test_rows_that_fit_on_no_chip(on_chip, T):
+    assert plan(T, T, 20 << 10, circular=True).outer == T // 512
+    check_on_chip(on_chip(20 << 10), *tensors(3, T, 1, T // 4, torch.float32), 1e-6)
+
+
+def test_several_pairs_of_rows_in_a_block(on_chip, monkeypatch):
+    monkeypatch.setattr(fft_room, "_shares", lambda *_: 1)
+    check_on_chip(on_chip(), *tensors(5, 256, 2, 100, torch.float32), 1e-6)
+
+
+def test_verification_of_what_runs_on_chip(on_chip):
+    args = {"x": TensorMeta.dense((9, 256, 8), torch.float16, grad=True),
+            "weight": TensorMeta.dense((100, 8), torch.complex64, grad=True)}  # fmt: skip
+    case = Case(args, "cpu")
+    _, deterministic = verify(OP, on_chip(), list(yardsticks(OP, case)))
+    assert deterministic
+
+
+def test_on_chip_inside_torch_compile(on_chip):
+    candidate = on_chip()
+    x, weight = tensors(2, 256, 2, 50, torch.float32)
+    compiled = torch.compile(candidate.call, backend="aot_eager")
+    dy = torch.randn_like(x)
+    for mine, want in zip(
+        torch.autograd.grad(compiled(x, weight), (x, weight), dy),
+        torch.autograd.grad(candidate.call(x, weight), (x, weight), dy),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, want)
+    torch._dynamo.reset()
+
+
+def test_on_chip_what_is_not_finite_stays_in_its_row(on_chip):
+    candidate = on_chip()
+    x, weight = (a.detach() for a in tensors(4, 256, 2, 50, torch.float32))
+    want = candidate.call(x, weight)
+    x[1, 3, 0] = float("nan")
+    got = candidate.call(x, weight)
+    assert got[1, :, 0].isnan().all()
+    assert torch.equal(got[1, :, 1], want[1, :, 1])
+    torch.testing.assert_close(got[[0, 2, 3]], want[[0, 2, 3]])
+
+
+def test_on_chip_says_what_it_can_not_do(on_chip):
+    on_chip()
+    weight = torch.ones(3, 2, dtype=torch.complex64)
+    for T in (128, 300, 1 << 20):
+        with pytest.raises(Unsupported, match=f"powers of 2, from 256 to some 500,000, not {T}"):
+            spectral_filter(torch.zeros(1, T, 2, dtype=torch.float16), weight, impl="fft")
+    with pytest.raises(Unsupported, match="16-bit x and complex64"):
+        spectral_filter(torch.zeros(1, 256, 2), weight, impl="fft")
+    x = torch.randn(1, 256, 2).half().requires_grad_()
+    y = spectral_filter(x, weight, impl="fft")
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"spectral_filter can.t be differentiated twice.*using\(spectral"):
+        torch.autograd.grad(dx.sum(), x)
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)])
