@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bakeoff.ops.long_conv import OP, long_conv
+from bakeoff.ops.long_conv import OP, candidates, long_conv
 from bakeoff.ops.long_conv.autograd import _forward_op
 from bakeoff.ops.long_conv.op import MOST_TAPS, MOST_TAPS_MAJOR
 from bakeoff.ops.long_conv.reference import long_conv as reference
@@ -118,7 +118,9 @@ def test_torch_compile_without_gates(impl):
 
 
 def test_opcheck(impl):
-    torch.library.opcheck(_forward_op, (*tensors(impl, 2, 70, 40, 30), True, impl))
+    method = f"long_conv.{impl}"
+    assert method in candidates.METHODS
+    torch.library.opcheck(_forward_op, (*tensors(impl, 2, 70, 40, 30), True, method))
 
 
 def test_autocast_does_not_narrow_it(impl):
