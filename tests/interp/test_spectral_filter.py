@@ -216,6 +216,20 @@ def test_on_chip_says_what_it_can_not_do(on_chip):
         torch.autograd.grad(dx.sum(), x)
 
 
+def test_what_runs_before_a_contest(on_chip):
+    """Measured on an H100: FFTs on the chip, but not where launches take longer or rows go through memory."""
+    on_chip()
+
+    def guess(T, C, regime, dtype=torch.float16):
+        args = {"x": TensorMeta.dense((4, T, C), dtype, grad=True),
+                "weight": TensorMeta.dense((9, C), torch.complex64, grad=True)}  # fmt: skip
+        return OP.heuristic(Case(args, "cpu"), regime)
+
+    assert guess(1024, 64, "graph") == guess(8192, 768, "eager") == guess(16384, 1, "compiled") == "fft"
+    assert guess(1024, 64, "eager") == guess(32768, 64, "graph") == guess(1000, 64, "graph") == "eager"
+    assert guess(1024, 64, "graph", torch.float32) == "eager"
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)])
 def test_empty(shape):
     weight = torch.ones(1, shape[2], dtype=torch.complex64)

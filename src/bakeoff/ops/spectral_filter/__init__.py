@@ -20,8 +20,8 @@ def spectral_filter(x: torch.Tensor, weight: torch.Tensor, *, impl: str | None =
     0 and, for even T, T / 2 are real numbers: of their weights the imaginary part has no effect, and its
     gradient is 0.
 
-    Computed in float32 (float64 for float64 and complex128 inputs) and rounded once. The candidate ``fft``, for
-    16-bit data of 256, 512, .. positions, convolves with the weights' impulse response on the chip: its error
+    Computed in float32 (float64 for float64 and complex128 inputs) and rounded once. The candidate ``fft``
+    convolves 16-bit data of 256, 512, .. positions with the weights' impulse response, on the chip: its error
     is relative to the largest weight.
 
     Args:
