@@ -123,7 +123,8 @@ def heuristic(case: Case, regime: str) -> str:
     Launched one by one they take the host longer than the device below some 16 million values.
     """
     small = regime == "eager" and case.x.numel < 1 << 24
-    return "eager" if small or case.x.shape[1] > _FITS or fft_cannot(case) else "fft"
+    fits = regime != "compiled" and case.x.shape[1] <= _FITS
+    return "fft" if fits and not small and not fft_cannot(case) else "eager"
 
 
 _HERE = "bakeoff.ops.spectral_filter"
@@ -142,6 +143,7 @@ OP = Op(
             f"{_HERE}.fft:fft",
             requires=("triton",),
             supports=fft_cannot,
+            traceable=False,  # a compiled region leaves the length open, and this can't take any
             sources=(
                 f"{_HERE}.reference",
                 *(f"{_LONG_CONV}.{room}" for room in ("autograd", "kernels.pack", "rows", "run")),
