@@ -6,15 +6,14 @@ import reprlib
 import torch
 
 from bakeoff import cuda
-from bakeoff.ops.long_conv.plan import plan
+from bakeoff.ops.long_conv.op import OP as LONG_CONV
+from bakeoff.ops.long_conv.plan import Plan, plan
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
 from bakeoff.select.compiled import compiler_missing
 from bakeoff.select.key import round_rows, with_layout
 from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
-
-_FITS = 16384  # times of a row that a block of an H100 can hold
 
 
 def check(case: Case) -> None:
@@ -101,6 +100,11 @@ def _case(name: str, B: int, T: int, C: int, K: int, dtype: torch.dtype) -> Case
     )
 
 
+def _plan(case: Case) -> Plan | None:
+    T = case.x.shape[1]
+    return plan(T, T, cuda.limits(torch.device(case.device)).shared, circular=True)
+
+
 def fft_cannot(case: Case) -> str | None:
     """Why FFTs on the chip can't take `case`, or None."""
     if not case.device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
@@ -111,9 +115,8 @@ def fft_cannot(case: Case) -> str | None:
         return "for 16-bit x and complex64: of wider ones PyTorch's FFTs are more exact"
     if case.x.numel == 0:
         return "empty x"
-    T = case.x.shape[1]
-    if plan(T, T, cuda.limits(torch.device(case.device)).shared, circular=True) is None:
-        return f"takes lengths that are powers of 2, from 256 to some 500,000, not {T}"
+    if _plan(case) is None:
+        return f"takes lengths that are powers of 2, from 256 to some 500,000, not {case.x.shape[1]}"
     return None
 
 
@@ -123,12 +126,13 @@ def heuristic(case: Case, regime: str) -> str:
     Launched one by one they take the host longer than the device below some 16 million values.
     """
     small = regime == "eager" and case.x.numel < 1 << 24
-    fits = regime != "compiled" and case.x.shape[1] <= _FITS
-    return "fft" if fits and not small and not fft_cannot(case) else "eager"
+    if small or regime == "compiled" or fft_cannot(case):
+        return "eager"
+    how = _plan(case)
+    return "fft" if how is not None and how.outer == 1 else "eager"
 
 
 _HERE = "bakeoff.ops.spectral_filter"
-_LONG_CONV = "bakeoff.ops.long_conv"
 
 OP = Op(
     name="spectral_filter",
@@ -144,13 +148,7 @@ OP = Op(
             requires=("triton",),
             supports=fft_cannot,
             traceable=False,  # a compiled region leaves the length open, and this can't take any
-            sources=(
-                f"{_HERE}.reference",
-                *(f"{_LONG_CONV}.{room}" for room in ("autograd", "kernels.pack", "rows", "run")),
-                *(f"{_LONG_CONV}.{room}" for room in ("fft", "plan", "kernels:fft.cu", "kernels:data.cuh")),
-                "bakeoff.launch",
-                "bakeoff.cuda",
-            ),
+            sources=(f"{_HERE}.reference", *LONG_CONV.candidate("fft").sources),
             launches="bakeoff.cuda:launches",
         ),
     ),

@@ -9,7 +9,7 @@ __all__ = ["compiled", "eager"]
 
 
 def eager(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The gains, which are few, take the inverse FFT's 1 / T; one pass widens x and lays it out for the FFT."""
+    """The gains, which are few, take the inverse FFT's 1 / T; one pass widens x and lays it out."""
     if x.numel() == 0:
         return (x + 0 * weight.real.sum()).to(x.dtype)  # the weight's gradient: zeros
     T = x.shape[1]
