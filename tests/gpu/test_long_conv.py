@@ -34,6 +34,16 @@ def step(args, impl):
     return (out, *torch.autograd.grad(out, args, torch.ones_like(out)))
 
 
+def check(found, args):
+    """`found`, of `step`, against float64."""
+    wide = [a.detach().double().requires_grad_() for a in args]
+    out = reference(*wide, True)
+    want = (out, *torch.autograd.grad(out, wide, torch.ones_like(out)))
+    for mine, exact in zip(found, want, strict=True):
+        error = (mine.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
+        assert error < max(4 * torch.finfo(args[0].dtype).eps, 5e-6)
+
+
 @pytest.mark.parametrize("case", OP.cases(), ids=lambda case: case.name)
 def test_the_grid_passes_the_contest_verification(case, impl):
     if impl == "toeplitz" and case.u.shape[1] > 8192:
@@ -51,12 +61,7 @@ def test_the_grid_passes_the_contest_verification(case, impl):
 )
 def test_odd_shapes(shape, dtype, major, impl):
     args = tensors(impl, *shape, dtype, major, narrow=dtype == torch.float16)
-    wide = [a.detach().double().requires_grad_() for a in args]
-    out = reference(*wide, True)
-    want = (out, *torch.autograd.grad(out, wide, torch.ones_like(out)))
-    for mine, exact in zip(step(args, impl), want, strict=True):
-        error = (mine.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-30)
-        assert error < max(4 * torch.finfo(dtype).eps, 5e-6)
+    check(step(args, impl), args)
 
 
 def test_rows_of_any_alignment(impl):
@@ -103,6 +108,20 @@ def test_torch_compile_whole_with_any_length(impl, major):
         got = (out, *torch.autograd.grad(out, args, torch.ones_like(out)))
         for a, b in zip(got, step(args, impl), strict=True):
             assert torch.equal(a, b)
+
+
+def test_torch_compile_with_a_length_that_is_too_long_for_the_chip(impl):
+    """In the graph that shorter ones made, of a filter as long as the longest."""
+
+    def call(u, h, skip, gate_in, gate_out):
+        return long_conv(u, h, skip=skip, gate_in=gate_in, gate_out=gate_out, impl=impl)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True)
+    for T in (100, 300_001):
+        with torch.compiler.set_stance("fail_on_recompile" if T > 100 else "default"):
+            args = tensors(impl, 2, T, 3, 300_001)
+            out = compiled(*args)
+            check((out, *torch.autograd.grad(out, args, torch.ones_like(out))), args)
 
 
 def test_torch_compile_without_gates(impl):

@@ -136,6 +136,35 @@ def test_rows_longer_than_the_chip_holds(candidate, monkeypatch, T, L, dtype):
 
 
 @pytest.mark.parametrize("candidate", ["fft"], indirect=True)
+@pytest.mark.parametrize(("T", "L"), [(300, 300), (257, 7), (20, 300), (1, 1)])
+def test_rows_longer_than_the_device_takes(candidate, monkeypatch, T, L):
+    """Which a graph of torch.compile for every length brings: PyTorch's FFTs run."""
+    emulate(monkeypatch, shared=1 << 10)
+    assert plan(T, L, 1 << 10) is None
+    check(candidate, tensors(3, T, 2, L))
+    check(candidate, tensors(3, T, 2, L, torch.float16, optional=(True, False, False)))
+
+
+@pytest.mark.parametrize("candidate", ["fft"], indirect=True)
+def test_a_graph_for_any_length_takes_rows_longer_than_the_device_does(candidate, monkeypatch):
+    shared = max(Plan(256, 1).shared)
+    emulate(monkeypatch, shared=shared)
+    assert plan(100, 4200, shared)
+    assert plan(4200, 4200, shared) is None
+    compiled = torch.compile(
+        lambda *given: long_conv(*given[:2], skip=given[2], impl="fft"), backend="aot_eager", dynamic=True
+    )
+    for T, stance in ((100, "default"), (4200, "fail_on_recompile")):
+        args = tensors(2, T, 1, 4200, optional=(True, False, False))[:3]
+        with torch.compiler.set_stance(stance):
+            found = step(lambda *given: compiled(*given[:3]), args, torch.ones(2, T, 1))
+        want = step(lambda *given: reference(*given[:3]), widened(args), torch.ones(2, T, 1))
+        for mine, exact in zip(found, want, strict=True):
+            assert (mine - exact).abs().max() <= 2e-6 * exact.abs().max()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("candidate", ["fft"], indirect=True)
 @pytest.mark.parametrize("outer", [1, 2])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_pairs_with_and_without_room_for_the_filter(monkeypatch, candidate, outer, keeps):

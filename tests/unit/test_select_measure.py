@@ -225,6 +225,13 @@ def trials(**times: float | tuple[float, float]) -> list[Trial]:
         ({"eager": 100}, "eager", "no other candidate qualified"),
         ({"eager": 103.5, "a": 100.8, "b": 100}, "b", "1.03 times"),  # a is near b but no clear gain
         ({"eager": 100, "a": (90, 0.2), "b": 94}, "b", "1.06 times"),  # a is faster, but who knows
+        ({"eager": 100, "compiled": 48, "a": 49}, "a", "compiled is 2.1% faster, but made anew"),
+        ({"eager": 100, "compiled": 48, "a": 48.4, "b": 49}, "a", "compiled is 0.8% faster"),
+        ({"eager": 100, "compiled": 50.2, "a": 50}, "a", "2.00 times as fast as eager"),
+        ({"eager": 100, "compiled": 48, "a": 49.6}, "compiled", "2.08 times"),
+        ({"eager": 100, "compiled": 48, "a": (50, 0.03)}, "a", "4.2% faster"),  # or slower: a is noisy
+        ({"eager": 100, "compiled": 96, "a": 97.5}, "compiled", "1.04 times"),  # a is no clear gain
+        ({"eager": 100, "compiled": 95}, "compiled", "1.05 times"),
     ],
 )
 def test_decide(times: dict[str, float], winner: str, why: str) -> None:

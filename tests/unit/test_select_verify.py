@@ -268,7 +268,7 @@ def test_an_op_whose_eager_lacks_a_gradient_says_so() -> None:
 def test_the_reference_in_pieces_equals_the_reference_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
     op, case = zoo.op(), zoo.case(30, 16)
     args = inputs(op, case, 0)
-    dy = cotangent(args[0].detach(), 1)
+    dy = cotangent(args[0].detach(), args, 1)
     whole = _reference(op, args, [dy], ["x", "w"])
     monkeypatch.setattr("bakeoff.select.verify._PIECE", 7 * 16)
     pieces = _reference(op, args, [dy], ["x", "w"])
@@ -296,11 +296,20 @@ def test_the_gradients_given_are_dense_expanded_and_transposed() -> None:
     assert strides == [(48, 1), (0, 1), (1, 31)]
 
 
-def test_a_gradient_lies_as_its_output_does_and_then_otherwise() -> None:
-    for output, turned in ((torch.empty(2, 3, 4), (12, 1, 3)), (torch.empty(2, 4, 3).mT, (12, 4, 1))):
-        assert cotangent(output, 0).stride() == output.stride()
-        assert cotangent(output, 1, "adversarial").stride() == (0, 0, 1)
-        assert cotangent(output, 2, "adversarial").stride() == turned
+def test_a_gradient_lies_as_an_argument_or_else_as_its_output_does_and_then_otherwise() -> None:
+    output, other = torch.empty(2, 3, 4), torch.empty(5)
+    rows, columns = (12, 4, 1), (12, 1, 3)
+    for args, stride, turned in (
+        ([other], rows, columns),
+        ([other, torch.empty(2, 4, 3).mT], columns, rows),
+        ([torch.empty(2, 3, 1).expand(2, 3, 4)], rows, columns),
+        ([torch.empty(2, 8, 3).mT[..., ::2]], columns, rows),
+    ):
+        assert cotangent(output, args, 0).stride() == stride
+        assert cotangent(output, args, 1, "adversarial").stride() == (0, 0, 1)
+        assert cotangent(output, args, 2, "adversarial").stride() == turned
+    assert cotangent(torch.empty(2, 4, 3).mT, [], 0).stride() == columns
+    assert cotangent(torch.empty(2, 4, 3).mT, [output], 0).stride() == rows
 
 
 def test_poison_fills_and_fences_what_is_new() -> None:

@@ -1,5 +1,6 @@
 """Inputs for a case: ordinary ones and ones chosen to break kernels."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,22 +35,25 @@ def inputs(op: Op, case: Case, seed: int, kind: str = "normal") -> list[Any]:
     return args
 
 
-def cotangent(output: torch.Tensor, seed: int, kind: str = "normal") -> torch.Tensor:
-    """A ready-made gradient for `output`, in its layout as most that autograd brings; adversarially an
-    expanded (stride 0) one, or one whose last dimensions lie the other way round."""
+def cotangent(output: torch.Tensor, args: Sequence[Any], seed: int, kind: str = "normal") -> torch.Tensor:
+    """A ready-made gradient for `output`, laid out like the first of `args` that has its shape, as a model's
+    layers agree on one layout, else like `output`; adversarially an expanded (stride 0) one, or one whose
+    last dimensions lie the other way round."""
     generator = torch.Generator(device=output.device).manual_seed(_APART + seed)
-    meta, shape = TensorMeta.of(output), output.shape
-    if not (output.dtype.is_floating_point or output.dtype.is_complex):
+    shape, dtype, device = output.shape, output.dtype, str(output.device)
+    if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros_like(output)  # carries no gradient; only its shape and dtype are looked at
+    like = next((a for a in args if isinstance(a, torch.Tensor) and a.shape == shape), None)
+    laid = output if like is None else torch.empty_like(like, dtype=dtype, device="meta")
     if kind == "normal" or output.dim() < 2 or output.numel() == 0:
-        return _placed(_normal(meta, generator, str(output.device)), meta)
+        meta = TensorMeta.of(laid)
+        return _placed(_normal(meta, generator, device), meta)
     if seed % 2:
-        row = TensorMeta.dense(shape[-1:], output.dtype)
-        return _normal(row, generator, str(output.device)).expand(shape)
-    if not output.is_contiguous():
-        return _normal(meta, generator, str(output.device))
-    turned = TensorMeta.dense((*shape[:-2], shape[-1], shape[-2]), output.dtype)
-    return _normal(turned, generator, str(output.device)).transpose(-1, -2)
+        return _normal(TensorMeta.dense(shape[-1:], dtype), generator, device).expand(shape)
+    if not laid.is_contiguous():
+        return _normal(TensorMeta.of(laid), generator, device)
+    turned = TensorMeta.dense((*shape[:-2], shape[-1], shape[-2]), dtype)
+    return _normal(turned, generator, device).transpose(-1, -2)
 
 
 def _placed(drawn: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

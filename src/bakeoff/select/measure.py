@@ -156,7 +156,7 @@ def input_sets(
         with torch.no_grad():
             outputs = op.incumbent.call(*args)
         outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        dys = [cotangent(out, seed) for out in outputs] if case.needs_grad else []
+        dys = [cotangent(out, args, seed) for out in outputs] if case.needs_grad else []
         sets.append((args, dys))
         quickest = min(quickest, clock() - begin)
     return sets

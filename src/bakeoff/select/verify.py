@@ -110,7 +110,7 @@ def _yardstick(op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str
     args = inputs(op, case, seed, kinds[0])
     outputs = outputs_of(op.incumbent.call, args)
     aliases = _aliases(outputs, args)
-    cotangents = [cotangent(out, seed + i, kinds[1]) for i, out in enumerate(outputs)]
+    cotangents = [cotangent(out, args, seed + i, kinds[1]) for i, out in enumerate(outputs)]
     names = [op.params[i] for i, a in enumerate(args) if _wants_grad(a)]
     got = results(outputs, args, cotangents, names)
     del outputs

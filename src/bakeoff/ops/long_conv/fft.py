@@ -78,10 +78,14 @@ class _Launch(NamedTuple):
 @lru_cache(maxsize=4096)
 def _launch(
     kernel: str, B: int, C: int, T: int, L: int, circular: bool, dtype: torch.dtype, device: torch.device
-) -> _Launch:
+) -> _Launch | None:
+    """None for rows too long for this device. `supports` keeps them away, but a graph of torch.compile, made
+    once for every length, brings them; no such graph holds circular ones."""
     limits = cuda.limits(device)
     how = plan(T, L, limits.shared, circular)
-    assert how is not None  # `supports` has looked
+    if how is None:
+        assert not circular
+        return None
     place = KERNELS.index(kernel)
     pairs = (B + 1) // 2
     pair, filters = (2, 1) if place == 0 else (3, 2) if how.tuning.keeps else (5, 0)
@@ -128,6 +132,9 @@ class FFT:
         B, C, _ = x.shape
         L = min(h.shape[1], T)
         how = _launch("convolve", B, C, T, L, self.circular, x.dtype, x.device)
+        if how is None:
+            _convolve_by_torch(x, h, skip, y, T, sign)
+            return
         how.module.launch(
             "convolve", how.blocks, how.threads, how.shared,
             x, *_filters(h, skip, L), y, *_parts(how, x.device), how.twiddles, sign,
@@ -141,6 +148,10 @@ class FFT:
         B, C, _ = x.shape
         L = min(h.shape[1], T)
         how = _launch("differentiate", B, C, T, L, self.circular, x.dtype, x.device)
+        if how is None:
+            if dx is not None:
+                _convolve_by_torch(dy, h, skip, dx, T, -1)
+            return _correlate_by_torch(x, dy, T, L)
         sums = torch.empty((how.shares, C, L), dtype=torch.float32, device=x.device)
         how.module.launch(
             "differentiate", how.blocks, how.threads, how.shared,
@@ -148,6 +159,24 @@ class FFT:
             B, T, L, C, how.shares, *_steps(x), *_steps(dy), *_steps(dy if dx is None else dx),
         )  # fmt: skip
         return sums[0] if how.shares == 1 else sums.sum(0)
+
+
+def _convolve_by_torch(x: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, sign: int) -> None:
+    """What `FFT._convolve` does, by PyTorch's FFTs."""
+    L = min(h.shape[1], T)
+    n = 1 << (T + L - 2).bit_length()
+    x = x[..., :T].float()
+    spectrum = torch.fft.rfft(h[:, :L].float(), n)
+    found = torch.fft.irfft(torch.fft.rfft(x, n) * (spectrum if sign > 0 else spectrum.conj()), n)[..., :T]
+    y[..., :T] = found if skip is None else found + skip.float()[:, None] * x
+
+
+def _correlate_by_torch(x: Tensor, dy: Tensor, T: int, L: int) -> Tensor:
+    """The gradient of L taps, in float32."""
+    n = 1 << (T + L - 2).bit_length()
+    spectra = torch.fft.rfft(x[..., :T].float(), n).conj() * torch.fft.rfft(dy[..., :T].float(), n)
+    found: Tensor = torch.fft.irfft(spectra.sum(0), n)[:, :L]
+    return found
 
 
 def _filters(h: Tensor, skip: Tensor | None, L: int) -> tuple[Tensor, Tensor | None]:
