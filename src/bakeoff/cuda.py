@@ -3,6 +3,7 @@ builds bring along: no build step and no compiler to install.
 """
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -14,6 +15,14 @@ from torch import Tensor
 __all__ = ["Limits", "Module", "launches", "limits", "missing"]
 
 _count = 0
+
+
+class _Thread(threading.local):
+    bound = False
+    """Whether the driver has a context here."""
+
+
+_thread = _Thread()
 
 
 def launches() -> int:
@@ -59,6 +68,7 @@ class Module:
         if index is None:
             device = torch.device(device.type, torch.cuda.current_device())
         with torch.cuda.device(device):
+            _bind(torch.cuda.current_device())
             binary, _ = _utils._nvrtc_compile(
                 path.read_text(),
                 kernels[0],
@@ -83,6 +93,8 @@ class Module:
             with torch.cuda.device(index):
                 self.launch(kernel, blocks, threads, shared, *args)
             return
+        if not _thread.bound:
+            _bind(index)
         _count += 1
         # Eight bytes for each, of which the driver reads as many as the kernel's argument has.
         values = (ctypes.c_int64 * len(args))(
@@ -96,6 +108,25 @@ class Module:
         )  # fmt: skip
         if status:
             raise RuntimeError(f"CUDA refused to launch {kernel}: error {status} of the driver")
+
+
+def _bind(index: int) -> None:
+    """Gives this thread the context of its device, if it has none: PyTorch leaves that to the first call of
+    CUDA's runtime, and in the thread that runs backward it may be yet to come.
+    """
+    driver, context, device = _driver(), ctypes.c_void_p(), ctypes.c_int()
+    status = driver.cuCtxGetCurrent(ctypes.byref(context))
+    if not status and not context:
+        status = (
+            driver.cuDeviceGet(ctypes.byref(device), index)
+            or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+            or driver.cuCtxSetCurrent(context)
+        )
+    if status:
+        raise RuntimeError(
+            f"CUDA gives this thread no context of device {index}: error {status} of the driver"
+        )
+    _thread.bound = True
 
 
 @cache

@@ -1,5 +1,8 @@
 """long_conv on a CUDA device: the op's grid at full size, graphs, torch.compile, autocast, huge tensors."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -134,6 +137,23 @@ def test_torch_compile_without_gates(impl):
         found.append((out, *torch.autograd.grad(out.square().sum(), (u, h))))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+def test_backward_comes_first_of_all_in_its_thread(impl):
+    """Nothing else has run there then: a process of its own, whose inputs need no packing."""
+    code = f"""
+import torch
+from bakeoff.ops import long_conv
+u = torch.randn(2, 16, 256, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+h = torch.randn(16, 4, device="cuda").requires_grad_()
+y, want = (long_conv(u, h, impl=impl) for impl in ({impl!r}, "eager"))
+dy = torch.randn_like(y)
+du, dh = torch.autograd.grad(y, (u, h), dy)
+for mine, plain in zip((du, dh), torch.autograd.grad(want, (u, h), dy), strict=True):
+    torch.testing.assert_close(mine, plain, rtol=1e-2, atol=5e-2)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
 
 
 def test_opcheck(impl):

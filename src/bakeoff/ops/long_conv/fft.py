@@ -176,7 +176,7 @@ def _correlate_by_torch(x: Tensor, dy: Tensor, T: int, L: int) -> Tensor:
     n = 1 << (T + L - 2).bit_length()
     spectra = torch.fft.rfft(x[..., :T].float(), n).conj() * torch.fft.rfft(dy[..., :T].float(), n)
     found: Tensor = torch.fft.irfft(spectra.sum(0), n)[:, :L]
-    return found
+    return found.contiguous()  # as graphs of torch.compile expect it
 
 
 def _filters(h: Tensor, skip: Tensor | None, L: int) -> tuple[Tensor, Tensor | None]:
