@@ -129,7 +129,7 @@ def heuristic(case: Case, regime: str) -> str:
     if small or regime == "compiled" or fft_cannot(case):
         return "eager"
     how = _plan(case)
-    return "fft" if how is not None and how.outer == 1 else "eager"
+    return "fft" if how and how.outer == 1 else "eager"
 
 
 _HERE = "bakeoff.ops.spectral_filter"
