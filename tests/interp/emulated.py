@@ -79,7 +79,7 @@ def emulate(monkeypatch, shared=227 << 10):
     for cache in (
         fft._kernels,
         fft._twiddles,
-        fft._launch,
+        fft.launch,
         direct._module,
         direct._launch,
         direct_major._module,

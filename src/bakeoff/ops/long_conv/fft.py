@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from bakeoff import cuda
 from bakeoff.ops.long_conv.plan import Plan, plan
 
-__all__ = ["FFT", "KERNELS", "SOURCE"]
+__all__ = ["FFT", "KERNELS", "SOURCE", "Launch", "launch"]
 
 SOURCE = "ops/long_conv/kernels/fft.cu"
 KERNELS = ("convolve", "differentiate")
@@ -62,54 +62,88 @@ def _shares(rows: int, pairs: int, room: int, pair: int, filters: int) -> int:
     return min(range(1, pairs + 1), key=cost)
 
 
-class _Launch(NamedTuple):
-    """Of one kernel, as far as it depends on metadata alone."""
+class Launch(NamedTuple):
+    """Of one kernel, as far as it depends on metadata alone. `h` is what `kernels/fft.cu` takes as such."""
 
     module: cuda.Module
     blocks: int
     threads: int
     shared: int
     shares: int
+    """Blocks that share a row's pairs: `differentiate` writes so many sums."""
     twiddles: Tensor
+    radices: tuple[int, int, int]
     parts: tuple[int, int, int, int] | None
     """The shape of what the parts of all rows need; None where a block has a whole row."""
 
+    def convolve(
+        self, x: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, L: int, sign: int
+    ) -> None:
+        """y = h * x (correlated with h where `sign` is -1) + skip x."""
+        B, C, _ = x.shape
+        self.module.launch(
+            "convolve", self.blocks, self.threads, self.shared,
+            x, h, skip, y, *self._parts(x.device), self.twiddles, sign,
+            B, T, L, C, self.shares, *_steps(x), *_steps(y),
+        )  # fmt: skip
+
+    def differentiate(
+        self, x: Tensor, dy: Tensor, h: Tensor, skip: Tensor | None, dx: Tensor | None, sums: Tensor,
+        T: int, L: int,
+    ) -> None:  # fmt: skip
+        """The gradient of h as `sums`, and that of x into `dx` if it is given."""
+        B, C, _ = x.shape
+        self.module.launch(
+            "differentiate", self.blocks, self.threads, self.shared,
+            x, dy, h, skip, dx, sums, *self._parts(x.device), self.twiddles,
+            B, T, L, C, self.shares, *_steps(x), *_steps(dy), *_steps(dy if dx is None else dx),
+        )  # fmt: skip
+
+    def _parts(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Room for the parts of every row and channel, and zeros to count them."""
+        if self.parts is None:
+            return None, None
+        counts = torch.zeros(self.parts[:2], dtype=torch.int32, device=device)
+        return torch.empty(self.parts, dtype=torch.float32, device=device), counts
+
 
 @lru_cache(maxsize=4096)
-def _launch(
-    kernel: str, B: int, C: int, T: int, L: int, circular: bool, dtype: torch.dtype, device: torch.device
-) -> _Launch | None:
+def launch(
+    kernel: str,
+    B: int,
+    C: int,
+    T: int,
+    L: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    circular: bool = False,
+) -> Launch | None:
     """None for rows too long for this device. `supports` keeps them away, but a graph of torch.compile, made
-    once for every length, brings them; no such graph holds circular ones."""
+    once for every length, brings them."""
     limits = cuda.limits(device)
     how = plan(T, L, limits.shared, circular)
     if how is None:
-        assert not circular
         return None
     place = KERNELS.index(kernel)
     pairs = (B + 1) // 2
-    pair, filters = (2, 1) if place == 0 else (3, 2) if how.tuning.keeps else (5, 0)
+    pair, filters = (2, 1) if place == 0 else (3, 1) if circular else (3, 2) if how.tuning.keeps else (5, 0)
     room = how.tuning.blocks[place] * limits.multiprocessors
     shares = _shares(C * how.outer, pairs, room, pair, filters)
     rows = pairs + place * shares  # those of sums of h's gradient follow
-    return _Launch(
+    return Launch(
         _kernels(how, dtype, device),
         C * how.outer * shares,
         how.threads,
         how.shared[place],
         shares,
         _twiddles(how, device),
+        how.tuning.radices,
         (rows, C, how.total, 2) if how.outer > 1 else None,
     )
 
 
 class FFT:
-    """See `bakeoff.ops.long_conv.run.Convolver`. If `circular` the end wraps around to the start, and
-    there are as many taps as times.
-    """
-
-    def __init__(self, circular: bool = False) -> None:
-        self.circular = circular
+    """See `bakeoff.ops.long_conv.run.Convolver`."""
 
     def convolve(self, v: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int) -> None:
         """y = h * v + skip v."""
@@ -131,15 +165,11 @@ class FFT:
         """y = h * x (correlated with h where `sign` is -1) + skip x."""
         B, C, _ = x.shape
         L = min(h.shape[1], T)
-        how = _launch("convolve", B, C, T, L, self.circular, x.dtype, x.device)
+        how = launch("convolve", B, C, T, L, x.dtype, x.device)
         if how is None:
             _convolve_by_torch(x, h, skip, y, T, sign)
-            return
-        how.module.launch(
-            "convolve", how.blocks, how.threads, how.shared,
-            x, *_filters(h, skip, L), y, *_parts(how, x.device), how.twiddles, sign,
-            B, T, L, C, how.shares, *_steps(x), *_steps(y),
-        )  # fmt: skip
+        else:
+            how.convolve(x, *_filters(h, skip, L), y, T, L, sign)
 
     def _differentiate(
         self, x: Tensor, dy: Tensor, h: Tensor, skip: Tensor | None, dx: Tensor | None, T: int
@@ -147,17 +177,13 @@ class FFT:
         """The gradient of h in float32, and that of x into `dx` if it is given."""
         B, C, _ = x.shape
         L = min(h.shape[1], T)
-        how = _launch("differentiate", B, C, T, L, self.circular, x.dtype, x.device)
+        how = launch("differentiate", B, C, T, L, x.dtype, x.device)
         if how is None:
             if dx is not None:
                 _convolve_by_torch(dy, h, skip, dx, T, -1)
             return _correlate_by_torch(x, dy, T, L)
         sums = torch.empty((how.shares, C, L), dtype=torch.float32, device=x.device)
-        how.module.launch(
-            "differentiate", how.blocks, how.threads, how.shared,
-            x, dy, *_filters(h, skip, L), dx, sums, *_parts(how, x.device), how.twiddles,
-            B, T, L, C, how.shares, *_steps(x), *_steps(dy), *_steps(dy if dx is None else dx),
-        )  # fmt: skip
+        how.differentiate(x, dy, *_filters(h, skip, L), dx, sums, T, L)
         return sums[0] if how.shares == 1 else sums.sum(0)
 
 
@@ -182,14 +208,6 @@ def _correlate_by_torch(x: Tensor, dy: Tensor, T: int, L: int) -> Tensor:
 def _filters(h: Tensor, skip: Tensor | None, L: int) -> tuple[Tensor, Tensor | None]:
     """The first taps and the skip, in float32."""
     return h[:, :L].float().contiguous(), None if skip is None else skip.float().contiguous()
-
-
-def _parts(how: _Launch, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Room for the parts of every row and channel, and zeros to count them."""
-    if how.parts is None:
-        return None, None
-    counts = torch.zeros(how.parts[:2], dtype=torch.int32, device=device)
-    return torch.empty(how.parts, dtype=torch.float32, device=device), counts
 
 
 def _steps(x: Tensor) -> tuple[int, int]:

@@ -21,8 +21,7 @@ def spectral_filter(x: torch.Tensor, weight: torch.Tensor, *, impl: str | None =
     gradient is 0.
 
     Computed in float32 (float64 for float64 and complex128 inputs) and rounded once. The candidate ``fft``
-    convolves 16-bit data of 256, 512, .. positions with the weights' impulse response, on the chip: its error
-    is relative to the largest weight.
+    does it on the chip where T is a power of 2 from 256 on.
 
     Args:
         x: [B, T, C], float16, bfloat16, float32 or float64; any T, odd, prime or 1.

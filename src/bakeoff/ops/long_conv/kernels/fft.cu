@@ -17,8 +17,8 @@
 // spectrum, frequencies k OUTER + part, and the last of a row's blocks puts the row together again.
 //
 // Compiled with -D for: N, E, R1, R2, R3, OUTER (powers of 2, R1 R2 R3 = N, R1 = E the largest); HALF, whether rows
-// fill no more than half of N OUTER, as filters do; CIRCULAR, whether rows and filters fill all of it and the end is
-// meant to wrap around; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BLOCKS and BACKWARD_BLOCKS (wanted on a multiprocessor
+// fill no more than half of N OUTER, as filters do; CIRCULAR, whether rows fill all of it, the end is meant to wrap
+// around, and filters are given by their spectra; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BLOCKS and BACKWARD_BLOCKS (wanted on a multiprocessor
 // at a time, by `convolve` and by `differentiate`); KEEPS, whether `differentiate` has room for the filter's spectrum
 // and the sum of its gradient's; and DATA (see data.cuh).
 
@@ -31,8 +31,8 @@
 #define ROOM (N / (ROUNDS ? ROUNDS : 1) / BANKS * (BANKS + 1))  // for values that change threads at a time
 #define HELD (HALF && OUTER == 1 ? E / 2 : E)                   // values of a thread that may lie inside a row
 #define SEGMENTS (HALF && OUTER > 1 ? OUTER / 2 : OUTER)        // that a row may reach
-#define TAPS (CIRCULAR || OUTER > 1 ? E : E / 2)                // values of a thread that may lie inside a filter
-#define FILTER_SEGMENTS (CIRCULAR ? OUTER : (OUTER + 1) / 2)    // that a filter may reach
+#define TAPS (OUTER > 1 ? E : E / 2)                            // values of a thread that may lie inside a filter
+#define FILTER_SEGMENTS ((OUTER + 1) / 2)                       // that a filter may reach
 #ifndef SHARED
 #define SHARED(name) extern __shared__ float name[]
 #endif
@@ -323,8 +323,20 @@ DEVICE void weigh(Values &z, int t, Pair rows, float2 by, int T, const float2 *t
     if (by.y == 0.f) UNROLL for (int k = 0; k < HELD; k++) z.im[k] = 0.f;
 }
 
-// The spectrum of a filter, as `forward` leaves it.
-DEVICE void spectrum(Values &z, int t, const float *h, int L, word_t *room, const float2 *tables) {
+// The spectrum of a channel's filter, as `forward` leaves it: of L taps h[c, l], or on a circle L weights h[l, c] of
+// the first frequencies, complex numbers; the others' are 1. Frequencies 0 and TOTAL / 2 are real.
+DEVICE void spectrum(Values &z, int t, int part, const float *h, long long c, int L, int C, word_t *room,
+                     const float2 *tables) {
+#if CIRCULAR
+    UNROLL for (int e = 0; e < E; e++) {
+        int high = t + e / R3 * THREADS;  // k1 R2 + k2
+        int k = (high / R2 + R1 * (high % R2 + R2 * reversed<R3>(e % R3))) * OUTER + part, l = min(k, TOTAL - k);
+        float2 w = l < L ? ((const float2 *)h)[l * (long long)C + c] : make_float2(1.f, 0.f);
+        z.re[e] = w.x;
+        z.im[e] = l % (TOTAL / 2) == 0 ? 0.f : l == k ? w.y : -w.y;
+    }
+#else
+    h += c * L;
     UNROLL for (int k = 0; k < E; k++) z.re[k] = z.im[k] = 0.f;
     for (int n = 0; n < FILTER_SEGMENTS; n++) {
         float2 w = tables[n];
@@ -335,6 +347,7 @@ DEVICE void spectrum(Values &z, int t, const float *h, int L, word_t *room, cons
         }
     }
     forward<TAPS == E>(z, t, room, tables);
+#endif
 }
 
 // Keeps a filter's spectrum divided by N OUTER, or with sign = -1 its conjugate, thread by thread.
@@ -451,7 +464,7 @@ convolve(const data_t *x, const float *h, const float *skips, data_t *y, float2 
     float skip = skips ? skips[c] : 0.f;
     const float2 *tables = twiddles + PARTS + part * PART;
     Values z;
-    spectrum(z, t, h + c * L, L, room, tables);
+    spectrum(z, t, part, h, c, L, C, room, tables);
     keep(filter, t, z, sign);
     for (int b = blockIdx.x / OUTER % shares * 2; b < B; b += 2 * shares) {
         refresh(t);
@@ -468,8 +481,18 @@ convolve(const data_t *x, const float *h, const float *skips, data_t *y, float2 
     }
 }
 
-// Adds what a block has of h's gradient to dh, or to its parts; if there is no `more` yet it is the first.
-DEVICE void add(const Values &z, int t, int part, float *dh, int L, float2 *parts, bool more) {
+// Adds the inverse transform of what a block has of h's gradient to dh, or to its parts; on a circle what it has, in
+// its own order, to `dh`. If there is no `more` yet it is the first.
+DEVICE void add(Values &z, int t, int part, float *dh, int L, word_t *room, float2 *parts, const float2 *twiddles,
+                bool more) {
+#if CIRCULAR
+    float2 *places = (float2 *)dh + part * N + t;
+    UNROLL for (int e = 0; e < E; e++) {
+        float2 before = more ? __ldcg(places + e * THREADS) : make_float2(0.f, 0.f);
+        places[e * THREADS] = make_float2(before.x + z.re[e], before.y + z.im[e]);
+    }
+#else
+    backward(z, t, room, twiddles);
     if (OUTER > 1) {
         leave(z, t, part, parts, more);
         return;
@@ -478,10 +501,12 @@ DEVICE void add(const Values &z, int t, int part, float *dh, int L, float2 *part
         int at = t + k * THREADS;
         if (at < L) dh[at] = z.re[reversed<R1>(k)] * (1.f / TOTAL) + (more ? __ldcg(dh + at) : 0.f);
     }
+#endif
 }
 
-// The gradients of h, as sums[share, c, l], and, if dx is given, of x: dx = dy correlated with h, + skip dy. Rows of
-// dy are divided by their scales and those of x multiplied by them, so that of each product's two factors neither
+// The gradients of h, as sums[share, c, l], and, if dx is given, of x: dx = dy correlated with h, + skip dy. On a circle
+// it is sums[share, c, part, e, t] of two rows' spectra x* dy, in which parts that change sign with the frequency's
+// are to be left out. Rows of dy are divided by their scales and those of x multiplied by them, so that of each product's two factors neither
 // is loud alone. A block has one part of every SHARES-th pair of a channel's rows; unless it KEEPS both, each pair
 // transforms the filter once more, and the gradient's spectrum back. Where OUTER > 1, `parts` has room for all parts
 // of every pair and channel, then of every share and channel, and `counts` zeros.
@@ -496,11 +521,11 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
     int t = threadIdx.x, part = blockIdx.x % OUTER, share = blockIdx.x / OUTER % shares;
     long long c = blockIdx.x / OUTER / shares, row = share * (long long)C + c;
     const float2 *tables = twiddles + PARTS + part * PART;
-    float *dh = sums + row * L;
+    float *dh = sums + row * (CIRCULAR ? 2 * TOTAL : L);
     row += (B + 1) / 2 * (long long)C;
     Values sum, z;
     if (KEEPS && dx) {
-        spectrum(z, t, h + c * L, L, room, tables);
+        spectrum(z, t, part, h, c, L, C, room, tables);
         keep(filter, t, z, -1);
     }
     if (KEEPS) UNROLL for (int e = 0; e < E; e++) sum.re[e] = sum.im[e] = 0.f;
@@ -531,12 +556,11 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
             }
         }
         if (!KEEPS) {
-            backward(z, t, room, twiddles);
-            add(z, t, part, dh, L, parts + row * TOTAL, b > share * 2);
+            add(z, t, part, dh, L, room, parts + row * TOTAL, twiddles, b > share * 2);
             refresh(t);
         }
         if (!dx) continue;
-        if (!KEEPS) spectrum(z, t, h + c * L, L, room, tables);
+        if (!KEEPS) spectrum(z, t, part, h, c, L, C, room, tables);
         UNROLL for (int e = 0; e < E; e++) {
             float2 w = output[e * THREADS + t];
             if (KEEPS)
@@ -551,11 +575,8 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
         finish(z, t, part, from, skips ? skips[c] : 0.f, scale, results(dx, b, pair, c, dx_b, dx_c), T, parts, counts,
                b / 2 * (long long)C + c, twiddles);
     }
-    if (KEEPS) {
-        backward(sum, t, room, twiddles);
-        add(sum, t, part, dh, L, parts + row * TOTAL, false);
-    }
-    if (OUTER == 1 || !last(t, counts + row)) return;
+    if (KEEPS) add(sum, t, part, dh, L, room, parts + row * TOTAL, twiddles, false);
+    if (CIRCULAR || OUTER == 1 || !last(t, counts + row)) return;
     for (int m = t; m < N; m += PLACES * THREADS) {
         Places found;
         combine(found, m, parts + row * TOTAL, twiddles);

@@ -1,0 +1,52 @@
+"""The gradient of the weights, from sums in the order in which FFTs on the chip leave spectra."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["C", "K", "shares"])
+def _fold(
+    sums, dw, C, K, shares, T: tl.constexpr, OUTER: tl.constexpr,
+    R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
+    FREQUENCIES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """dw[f, c] = (P[c, f] + conj(P[c, T - f])) / T, half of it where the two are one; P the sum over shares.
+
+    Of two real rows a, b and dy's transformed as one, P = conj(A + i B) (DA + i DB): what is meant,
+    conj(A) DA + conj(B) DB, and i (conj(A) DB - conj(B) DA), which cancels.
+    """
+    f = tl.program_id(0) * FREQUENCIES + tl.arange(0, FREQUENCIES)
+    c = tl.program_id(1).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
+    mirrored = tl.where(f == 0, 0, T - f)
+    here = _place(f, OUTER, R1, R2, R3)[:, None]
+    there = _place(mirrored, OUTER, R1, R2, R3)[:, None]
+    inside = (f < K)[:, None] & (c < C)[None, :]
+    re = tl.zeros((FREQUENCIES, CHANNELS), tl.float32)
+    im = tl.zeros((FREQUENCIES, CHANNELS), tl.float32)
+    for share in range(shares):
+        row = sums + (share * C + c)[None, :] * (2 * T)
+        re += tl.load(row + 2 * here, mask=inside, other=0.0) + tl.load(
+            row + 2 * there, mask=inside, other=0.0
+        )
+        im += tl.load(row + 2 * here + 1, mask=inside, other=0.0)
+        im -= tl.load(row + 2 * there + 1, mask=inside, other=0.0)
+    scale = tl.where(f == mirrored, 0.5 / T, 1.0 / T)[:, None]
+    where = dw + 2 * (f.to(tl.int64)[:, None] * C + c[None, :])
+    tl.store(where, re * scale, mask=inside)
+    tl.store(where + 1, im * scale, mask=inside)
+
+
+@triton.jit
+def _place(f, OUTER: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr):
+    """Where frequency f = (k1 + R1 (k2 + R2 k3)) OUTER + part lies: `kernels/fft.cu` says how."""
+    part = f % OUTER
+    k = f // OUTER
+    k3 = k // (R1 * R2)
+    high = k % R1 * R2 + k // R1 % R2
+    low = tl.zeros_like(k)
+    for level in tl.static_range(5):
+        if (R3 >> level) > 1:
+            low += (k3 >> level & 1) * (R3 >> level + 1)
+    threads: tl.constexpr = R2 * R3
+    e = high // threads * R3 + low
+    return part * (R1 * R2 * R3) + e * threads + high % threads
