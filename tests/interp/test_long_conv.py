@@ -276,15 +276,19 @@ def narrowed(tiling):
 
 
 @pytest.mark.parametrize(
-    ("name", "room", "major"),
-    [("fft", fft_room, False), ("direct", direct_room, False), ("direct", major_room, True)],
+    ("name", "launch", "major"),
+    [
+        ("fft", fft_room.launch, False),
+        ("direct", direct_room._launch, False),
+        ("direct", major_room._launch, True),
+    ],
 )
-def test_what_a_launch_needs_is_worked_out_once(monkeypatch, name, room, major):
+def test_what_a_launch_needs_is_worked_out_once(monkeypatch, name, launch, major):
     """Per length, and each way."""
     candidate = emulated(name, monkeypatch)
     for T in (70, 70, 90):
         check(candidate, tensors(2, T, 6, 4, major=major))
-    assert room._launch.cache_info().misses == 4
+    assert launch.cache_info().misses == 4
 
 
 def few(B, T, C, L, dtype=torch.float32, **kind):

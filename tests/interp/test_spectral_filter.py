@@ -135,7 +135,9 @@ def check_on_chip(candidate, x, weight, bound):
     exact = [x.detach().double().requires_grad_(), weight.detach().to(torch.complex128).requires_grad_()]
     y = reference(*exact)
     for mine, want in zip(got, (y, *torch.autograd.grad(y, exact, dy.double())), strict=True):
-        assert (mine - want).abs().max() <= bound * want.abs().max()
+        assert mine.shape == want.shape
+        if want.numel():
+            assert (mine - want).abs().max() <= bound * want.abs().max()
 
 
 @pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
