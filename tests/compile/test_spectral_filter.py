@@ -9,10 +9,12 @@ from bakeoff.ops.spectral_filter.fft import TILE
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("n", "outer"), [(256, 1), (8192, 1), (16384, 4)])
-def test_the_weights_gradient(n, outer, target):
-    r1, r2, r3 = Plan(n, outer).tuning.radices
+@pytest.mark.parametrize(
+    "how", [Plan(256, 1), Plan(8192, 1), Plan(16384, 4), Plan(16384, 4, alone=True)], ids=str
+)
+def test_the_weights_gradient(how, target):
+    r1, r2, r3 = how.tuning.radices
     sizes = dict.fromkeys(("C", "K", "shares"), "i32")
-    constants = {"T": n * outer, "OUTER": outer, "R1": r1, "R2": r2, "R3": r3, **TILE}
+    constants = {"T": how.total, "OUTER": how.outer, "MADE": how.made, "R1": r1, "R2": r2, "R3": r3, **TILE}
     built = build(kernels._fold, {"sums": "*fp32", "dw": "*fp32", **sizes}, constants, target, num_warps=4)
     assert built.spills == 0

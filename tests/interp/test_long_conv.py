@@ -127,12 +127,13 @@ def test_every_plan(candidate, T, L):
 @pytest.mark.parametrize("candidate", ["fft"], indirect=True)
 @pytest.mark.parametrize(("T", "L"), [(300, 300), (1000, 24), (1100, 1100), (2100, 2048)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_longer_than_the_chip_holds(candidate, monkeypatch, T, L, dtype):
-    """With shared memory for 512 values: 2, 4 and 8 parts."""
+@pytest.mark.parametrize("B", [1, 3])
+def test_rows_longer_than_the_chip_holds(candidate, monkeypatch, B, T, L, dtype):
+    """With shared memory for 512 values: 2, 4 and 8 parts, of one row alone some of them."""
     shared = max(Plan(512, 1).shared)
     emulate(monkeypatch, shared=shared)
     assert plan(T, L, shared).outer > 1
-    check(candidate, tensors(3, T, 2, L, dtype, optional=(True, False, False), wide_filter=False))
+    check(candidate, tensors(B, T, 2, L, dtype, optional=(True, False, False), wide_filter=False))
 
 
 @pytest.mark.parametrize("candidate", ["fft"], indirect=True)

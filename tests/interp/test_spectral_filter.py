@@ -143,7 +143,7 @@ def check_on_chip(candidate, x, weight, bound):
 @pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
 @pytest.mark.parametrize(
     ("B", "T", "C", "K"),
-    [(3, 256, 2, 129), (1, 512, 3, 20), (5, 1024, 1, 1), (2, 256, 2, 0), (2, 256, 9, 128)],
+    [(3, 256, 2, 129), (1, 512, 3, 20), (5, 1024, 1, 1), (2, 256, 2, 0), (1, 256, 9, 128)],
 )
 def test_on_chip(on_chip, B, T, C, K, major):
     x, weight = tensors(B, T, C, K, torch.float32)
@@ -172,10 +172,12 @@ def test_on_chip_in_half_precision(on_chip):
     check_on_chip(on_chip(), x.detach().half().requires_grad_(), weight, 1e-3)
 
 
-@pytest.mark.parametrize("T", [1024, 4096])
-def test_rows_that_fit_on_no_chip(on_chip, T):
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("T", [1024, 2048, 4096])
+def test_rows_that_fit_on_no_chip(on_chip, T, B):
     assert plan(T, T, 20 << 10, circular=True).outer == T // 512
-    check_on_chip(on_chip(20 << 10), *tensors(3, T, 1, T // 4, torch.float32), 1e-6)
+    for K in (T // 4, T // 2 + 1):
+        check_on_chip(on_chip(20 << 10), *tensors(B, T, 1, K, torch.float32), 1e-6)
 
 
 def test_several_pairs_of_rows_in_a_block(on_chip, monkeypatch):

@@ -72,7 +72,7 @@ class Launch(NamedTuple):
     shares: int
     """Blocks that share a row's pairs: `differentiate` writes so many sums."""
     twiddles: Tensor
-    radices: tuple[int, int, int]
+    plan: Plan
     parts: tuple[int, int, int, int] | None
     """The shape of what the parts of all rows need; None where a block has a whole row."""
 
@@ -121,24 +121,24 @@ def launch(
     """None for rows too long for this device. `supports` keeps them away, but a graph of torch.compile, made
     once for every length, brings them."""
     limits = cuda.limits(device)
-    how = plan(T, L, limits.shared, circular)
+    how = plan(T, L, limits.shared, circular, alone=B == 1)
     if how is None:
         return None
     place = KERNELS.index(kernel)
     pairs = (B + 1) // 2
     pair, filters = (2, 1) if place == 0 else (3, 1) if circular else (3, 2) if how.tuning.keeps else (5, 0)
     room = how.tuning.blocks[place] * limits.multiprocessors
-    shares = _shares(C * how.outer, pairs, room, pair, filters)
+    shares = _shares(C * how.made, pairs, room, pair, filters)
     rows = pairs + place * shares  # those of sums of h's gradient follow
     return Launch(
         _kernels(how, dtype, device),
-        C * how.outer * shares,
+        C * how.made * shares,
         how.threads,
         how.shared[place],
         shares,
         _twiddles(how, device),
-        how.tuning.radices,
-        (rows, C, how.total, 2) if how.outer > 1 else None,
+        how,
+        (rows, C, how.n * how.made, 2) if how.outer > 1 else None,
     )
 
 

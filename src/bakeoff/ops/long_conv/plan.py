@@ -33,17 +33,23 @@ _LONGEST_OUTER = 32
 
 class Plan(NamedTuple):
     """An FFT of n * outer values, of which rows fill at most the first half if `half`; if `circular`, rows
-    and filters fill all of them.
+    and filters fill all of them; if `alone` there is one sequence, of whose parts some mirror others.
     """
 
     n: int
     outer: int
     half: bool = True
     circular: bool = False
+    alone: bool = False
 
     @property
     def total(self) -> int:
         return self.n * self.outer
+
+    @property
+    def made(self) -> int:
+        """Parts that blocks make."""
+        return self.outer // 2 + 1 if self.alone else self.outer
 
     @property
     def tuning(self) -> Tuning:
@@ -59,8 +65,8 @@ class Plan(NamedTuple):
         (r1, r2, r3), rounds, (blocks, backward_blocks), keeps = self.tuning
         given = {
             "N": self.n, "E": r1, "R1": r1, "R2": r2, "R3": r3, "OUTER": self.outer, "HALF": self.half,
-            "CIRCULAR": self.circular, "ROUNDS": rounds, "BLOCKS": blocks, "BACKWARD_BLOCKS": backward_blocks,
-            "KEEPS": keeps,
+            "CIRCULAR": self.circular, "ALONE": self.alone, "ROUNDS": rounds, "BLOCKS": blocks,
+            "BACKWARD_BLOCKS": backward_blocks, "KEEPS": keeps,
         }  # fmt: skip
         return [f"-D{name}={int(value)}" for name, value in given.items()]
 
@@ -75,8 +81,8 @@ class Plan(NamedTuple):
         return 4 * (rest + 2 * self.n), 4 * (rest + 2 * self.n * spectra)
 
 
-def plan(T: int, L: int, shared_limit: int, circular: bool = False) -> Plan | None:
-    """For rows of T times and L taps, or of T taps on a circle if `circular`.
+def plan(T: int, L: int, shared_limit: int, circular: bool = False, alone: bool = False) -> Plan | None:
+    """For rows of T times and L taps, or of T taps on a circle if `circular`; of one sequence if `alone`.
 
     None where they are too long for this machine, or where T is no power of 2 or too short for a circle.
     """
@@ -86,5 +92,5 @@ def plan(T: int, L: int, shared_limit: int, circular: bool = False) -> Plan | No
     if not fitting or needed < least or needed & (needed - 1):
         return None
     n = min(needed, max(fitting))
-    found = Plan(n, needed // n, needed >= 2 * T, circular)
-    return found if found.outer <= _LONGEST_OUTER else None
+    outer = needed // n
+    return Plan(n, outer, needed >= 2 * T, circular, alone and outer > 2) if outer <= _LONGEST_OUTER else None

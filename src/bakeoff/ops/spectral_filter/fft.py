@@ -60,13 +60,14 @@ def _differentiate(x: Tensor, dy: Tensor, numbers: Tensor, dx: Tensor | None, T:
     K = numbers.shape[0]
     how = launch("differentiate", B, C, T, T, x.dtype, x.device, circular=True)
     assert how is not None
-    sums = torch.empty((how.shares, C, T, 2), dtype=torch.float32, device=x.device)
+    n, outer, made = how.plan.n, how.plan.outer, how.plan.made
+    sums = torch.empty((how.shares, C, n * made, 2), dtype=torch.float32, device=x.device)
     how.differentiate(x, dy, numbers, None, dx, sums, T, K)
     found = torch.empty_like(numbers)
-    r1, r2, r3 = how.radices
     if K:
+        r1, r2, r3 = how.plan.tuning.radices
         _fold(
             (-(-K // TILE["FREQUENCIES"]), -(-C // TILE["CHANNELS"]), 1), sums, found, C, K, how.shares,
-            T=T, OUTER=T // (r1 * r2 * r3), R1=r1, R2=r2, R3=r3, **TILE, num_warps=4,
+            T=T, OUTER=outer, MADE=made, R1=r1, R2=r2, R3=r3, **TILE, num_warps=4,
         )  # fmt: skip
     return torch.view_as_complex(found)

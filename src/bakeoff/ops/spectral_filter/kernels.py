@@ -6,34 +6,46 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["C", "K", "shares"])
 def _fold(
-    sums, dw, C, K, shares, T: tl.constexpr, OUTER: tl.constexpr,
+    sums, dw, C, K, shares, T: tl.constexpr, OUTER: tl.constexpr, MADE: tl.constexpr,
     R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
     FREQUENCIES: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """dw[f, c] = (P[c, f] + conj(P[c, T - f])) / T, half of it where the two are one; P the sum over shares.
 
     Of two real rows a, b and dy's transformed as one, P = conj(A + i B) (DA + i DB): what is meant,
-    conj(A) DA + conj(B) DB, and i (conj(A) DB - conj(B) DA), which cancels.
+    conj(A) DA + conj(B) DB, and i (conj(A) DB - conj(B) DA), which cancels. Of one row alone P[T - f] is
+    conj(P[f]), and the first MADE parts are all there is.
     """
     f = tl.program_id(0) * FREQUENCIES + tl.arange(0, FREQUENCIES)
     c = tl.program_id(1).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
     mirrored = tl.where(f == 0, 0, T - f)
-    here = _place(f, OUTER, R1, R2, R3)[:, None]
+    real = f == mirrored
+    sign = 1.0
+    if MADE < OUTER:
+        absent = f % OUTER >= MADE
+        f_here = tl.where(absent, mirrored, f)
+        sign = tl.where(absent, -1.0, 1.0)[:, None]
+    else:
+        f_here = f
+    here = _place(f_here, OUTER, R1, R2, R3)[:, None]
     there = _place(mirrored, OUTER, R1, R2, R3)[:, None]
     inside = (f < K)[:, None] & (c < C)[None, :]
     re = tl.zeros((FREQUENCIES, CHANNELS), tl.float32)
     im = tl.zeros((FREQUENCIES, CHANNELS), tl.float32)
     for share in range(shares):
-        row = sums + (share * C + c)[None, :] * (2 * T)
-        re += tl.load(row + 2 * here, mask=inside, other=0.0) + tl.load(
-            row + 2 * there, mask=inside, other=0.0
-        )
-        im += tl.load(row + 2 * here + 1, mask=inside, other=0.0)
-        im -= tl.load(row + 2 * there + 1, mask=inside, other=0.0)
-    scale = tl.where(f == mirrored, 0.5 / T, 1.0 / T)[:, None]
+        row = sums + (share * C + c)[None, :] * (2 * MADE * (R1 * R2 * R3))
+        one_re = tl.load(row + 2 * here, mask=inside, other=0.0)
+        one_im = sign * tl.load(row + 2 * here + 1, mask=inside, other=0.0)
+        if MADE < OUTER:
+            re += 2 * one_re
+            im += 2 * one_im
+        else:
+            re += one_re + tl.load(row + 2 * there, mask=inside, other=0.0)
+            im += one_im - tl.load(row + 2 * there + 1, mask=inside, other=0.0)
+    scale = tl.where(real, 0.5 / T, 1.0 / T)[:, None]
     where = dw + 2 * (f.to(tl.int64)[:, None] * C + c[None, :])
     tl.store(where, re * scale, mask=inside)
-    tl.store(where + 1, im * scale, mask=inside)
+    tl.store(where + 1, tl.where(real[:, None], 0.0, im * scale), mask=inside)
 
 
 @triton.jit

@@ -14,11 +14,13 @@
 // real parts change before imaginary ones.
 //
 // Rows too long for that are cut into OUTER segments of N. A block then makes one of OUTER parts of a row's
-// spectrum, frequencies k OUTER + part, and the last of a row's blocks puts the row together again.
+// spectrum, frequencies k OUTER + part, and the last of a row's blocks puts the row together again. Of a row that is
+// ALONE, a real one, parts beyond OUTER / 2 mirror the others: nobody makes them, and what the others give counts
+// twice.
 //
 // Compiled with -D for: N, E, R1, R2, R3, OUTER (powers of 2, R1 R2 R3 = N, R1 = E the largest); HALF, whether rows
 // fill no more than half of N OUTER, as filters do; CIRCULAR, whether rows fill all of it, the end is meant to wrap
-// around, and filters are given by their spectra; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BLOCKS and BACKWARD_BLOCKS (wanted on a multiprocessor
+// around, and filters are given by their spectra; ALONE, whether there is one sequence only; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BLOCKS and BACKWARD_BLOCKS (wanted on a multiprocessor
 // at a time, by `convolve` and by `differentiate`); KEEPS, whether `differentiate` has room for the filter's spectrum
 // and the sum of its gradient's; and DATA (see data.cuh).
 
@@ -27,6 +29,8 @@
 #define THREADS (N / E)
 #define WARPS (THREADS / 32)
 #define TOTAL (N * OUTER)
+#define MADE (ALONE ? OUTER / 2 + 1 : OUTER)                    // parts
+#define KEPT (N * MADE)                                         // values of them
 #define BANKS (ROUNDS ? 16 : 32)                                // of a float or of a pair
 #define ROOM (N / (ROUNDS ? ROUNDS : 1) / BANKS * (BANKS + 1))  // for values that change threads at a time
 #define HELD (HALF && OUTER == 1 ? E / 2 : E)                   // values of a thread that may lie inside a row
@@ -323,17 +327,28 @@ DEVICE void weigh(Values &z, int t, Pair rows, float2 by, int T, const float2 *t
     if (by.y == 0.f) UNROLL for (int k = 0; k < HELD; k++) z.im[k] = 0.f;
 }
 
-// The spectrum of a channel's filter, as `forward` leaves it: of L taps h[c, l], or on a circle L weights h[l, c] of
-// the first frequencies, complex numbers; the others' are 1. Frequencies 0 and TOTAL / 2 are real.
+#if CIRCULAR
+// What the frequency of a value that `forward` leaves is multiplied by: h[l, c] are a channel's complex weights of the
+// first L frequencies, the others' are 1. Frequencies 0 and TOTAL / 2 are real.
+DEVICE float2 weight(int t, int e, int part, const float *h, long long c, int L, int C) {
+    const int k3 = reversed<R3>(e % R3), step = R1 * R2 * OUTER;
+    const bool beyond = k3 >= R3 / 2;
+    int high = t + e / R3 * THREADS, low = (high / R2 + R1 * (high % R2)) * OUTER + part;
+    int l = beyond ? (R3 - k3) * step - low : k3 * step + low;
+    float2 w = l < L ? ((const float2 *)h)[l * (long long)C + c] : make_float2(1.f, 0.f);
+    return make_float2(w.x, k3 % (R3 / 2) == 0 && low == 0 ? 0.f : beyond ? -w.y : w.y);
+}
+#endif
+
+// The spectrum of a channel's filter, as `forward` leaves it: of taps h[c, l], or on a circle of weights.
 DEVICE void spectrum(Values &z, int t, int part, const float *h, long long c, int L, int C, word_t *room,
                      const float2 *tables) {
 #if CIRCULAR
     UNROLL for (int e = 0; e < E; e++) {
-        int high = t + e / R3 * THREADS;  // k1 R2 + k2
-        int k = (high / R2 + R1 * (high % R2 + R2 * reversed<R3>(e % R3))) * OUTER + part, l = min(k, TOTAL - k);
-        float2 w = l < L ? ((const float2 *)h)[l * (long long)C + c] : make_float2(1.f, 0.f);
+        if (e % 8 == 0) refresh(t);  // few loads at a time
+        float2 w = weight(t, e, part, h, c, L, C);
         z.re[e] = w.x;
-        z.im[e] = l % (TOTAL / 2) == 0 ? 0.f : l == k ? w.y : -w.y;
+        z.im[e] = w.y;
     }
 #else
     h += c * L;
@@ -364,12 +379,12 @@ DEVICE void leave(const Values &z, int t, int part, float2 *parts, bool more) {
     }
 }
 
-// True in the block that is the last of OUTER to come here, which finds there what all of them have left; `count`
+// True in the block that is the last of MADE to come here, which finds there what all of them have left; `count`
 // is 0 before the first. Blocks don't wait for each other.
 DEVICE bool last(int t, unsigned *count) {
     __threadfence();
     __syncthreads();
-    bool found = __syncthreads_or(t == 0 && atomicAdd(count, 1u) == OUTER - 1);
+    bool found = __syncthreads_or(t == 0 && atomicAdd(count, 1u) == MADE - 1);
     __threadfence();
     return found;
 }
@@ -382,9 +397,10 @@ struct Places {
 };
 DEVICE void combine(Places &z, int m, const float2 *parts, const float2 *twiddles) {
     UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int k = 0; k < OUTER; k++) {
-        float2 part = __ldcg(parts + k * N + m + i * THREADS);
-        z.re[i][k] = part.x;
-        z.im[i][k] = part.y;
+        float2 part = k < MADE ? __ldcg(parts + k * N + m + i * THREADS) : make_float2(0.f, 0.f);
+        float times = ALONE && k > 0 && k < OUTER / 2 ? 2.f : 1.f;
+        z.re[i][k] = times * part.x;
+        z.im[i][k] = times * part.y;
     }
     UNROLL for (int i = 0; i < PLACES; i++) {
         float2 powers[5];
@@ -444,8 +460,8 @@ DEVICE void finish(Values &z, int t, int part, Pair from, float skip, float2 sca
         store(z, t, from, skip, scale, to, T);
         return;
     }
-    leave(z, t, part, parts + row * TOTAL, false);
-    if (last(t, counts + row)) store_parts(parts + row * TOTAL, t, from, skip, scale, to, T, twiddles);
+    leave(z, t, part, parts + row * KEPT, false);
+    if (last(t, counts + row)) store_parts(parts + row * KEPT, t, from, skip, scale, to, T, twiddles);
 }
 
 // y = h * x + skip x, with sign = -1 correlated with h. A block has one part of every SHARES-th pair of a
@@ -459,20 +475,20 @@ convolve(const data_t *x, const float *h, const float *skips, data_t *y, float2 
     word_t *room = (word_t *)shared;
     float2 *filter = (float2 *)(room + ROOM);
     unsigned *largest = (unsigned *)(filter + N);
-    int t = threadIdx.x, part = blockIdx.x % OUTER;
-    long long c = blockIdx.x / OUTER / shares;
+    int t = threadIdx.x, part = blockIdx.x % MADE;
+    long long c = blockIdx.x / MADE / shares;
     float skip = skips ? skips[c] : 0.f;
     const float2 *tables = twiddles + PARTS + part * PART;
     Values z;
     spectrum(z, t, part, h, c, L, C, room, tables);
     keep(filter, t, z, sign);
-    for (int b = blockIdx.x / OUTER % shares * 2; b < B; b += 2 * shares) {
+    for (int b = blockIdx.x / MADE % shares * 2; b < B; b += 2 * shares) {
         refresh(t);
         bool pair = b + 1 < B;
         Pair from = rows(x, b, pair, c, x_b, x_c);
         if (OUTER == 1) fetch(z, t, from, T);
         float2 scale = scales(z, t, from, T, largest);
-        weigh(z, t, from, make_float2(inverse(scale.x), inverse(scale.y)), T, tables);
+        weigh(z, t, from, make_float2(inverse(scale.x), pair ? inverse(scale.y) : 0.f), T, tables);
         forward<!(HALF && OUTER == 1)>(z, t, room, tables);
         UNROLL for (int e = 0; e < E; e++) multiply(z.re[e], z.im[e], filter[e * THREADS + t]);
         backward(z, t, room, twiddles);
@@ -486,10 +502,10 @@ convolve(const data_t *x, const float *h, const float *skips, data_t *y, float2 
 DEVICE void add(Values &z, int t, int part, float *dh, int L, word_t *room, float2 *parts, const float2 *twiddles,
                 bool more) {
 #if CIRCULAR
-    float2 *places = (float2 *)dh + part * N + t;
     UNROLL for (int e = 0; e < E; e++) {
-        float2 before = more ? __ldcg(places + e * THREADS) : make_float2(0.f, 0.f);
-        places[e * THREADS] = make_float2(before.x + z.re[e], before.y + z.im[e]);
+        float2 &place = ((float2 *)dh)[part * N + e * THREADS + t];
+        float2 before = more ? __ldcg(&place) : make_float2(0.f, 0.f);
+        place = make_float2(before.x + z.re[e], before.y + z.im[e]);
     }
 #else
     backward(z, t, room, twiddles);
@@ -518,10 +534,10 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
     word_t *room = (word_t *)shared;
     float2 *output = (float2 *)(room + ROOM), *filter = output + N;
     unsigned *largest = (unsigned *)(output + (KEEPS ? 2 : 1) * N);
-    int t = threadIdx.x, part = blockIdx.x % OUTER, share = blockIdx.x / OUTER % shares;
-    long long c = blockIdx.x / OUTER / shares, row = share * (long long)C + c;
+    int t = threadIdx.x, part = blockIdx.x % MADE, share = blockIdx.x / MADE % shares;
+    long long c = blockIdx.x / MADE / shares, row = share * (long long)C + c;
     const float2 *tables = twiddles + PARTS + part * PART;
-    float *dh = sums + row * (CIRCULAR ? 2 * TOTAL : L);
+    float *dh = sums + row * (CIRCULAR ? 2 * KEPT : L);
     row += (B + 1) / 2 * (long long)C;
     Values sum, z;
     if (KEEPS && dx) {
@@ -538,8 +554,8 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
             Pair of = turn ? rows(x, b, pair, c, x_b, x_c) : from;
             if (OUTER == 1) fetch(z, t, of, T);
             if (!turn) scale = scales(z, t, of, T, largest);
-            float2 by = make_float2(inverse(scale.x), inverse(scale.y));
-            if (turn) by = make_float2(scale.x, pair ? scale.y : 0.f);
+            float2 by = turn ? scale : make_float2(inverse(scale.x), inverse(scale.y));
+            if (!pair) by.y = 0.f;
             weigh(z, t, of, by, T, tables);
             forward<!(HALF && OUTER == 1)>(z, t, room, tables);
             if (!turn) UNROLL for (int e = 0; e < E; e++)
@@ -556,17 +572,19 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
             }
         }
         if (!KEEPS) {
-            add(z, t, part, dh, L, room, parts + row * TOTAL, twiddles, b > share * 2);
+            add(z, t, part, dh, L, room, parts + row * KEPT, twiddles, b > share * 2);
             refresh(t);
         }
         if (!dx) continue;
-        if (!KEEPS) spectrum(z, t, part, h, c, L, C, room, tables);
+        if (!KEEPS && !CIRCULAR) spectrum(z, t, part, h, c, L, C, room, tables);
         UNROLL for (int e = 0; e < E; e++) {
-            float2 w = output[e * THREADS + t];
-            if (KEEPS)
-                multiply(w.x, w.y, filter[e * THREADS + t]);
-            else
-                multiply(w.x, w.y, make_float2(z.re[e] * (1.f / TOTAL), z.im[e] * (-1.f / TOTAL)));
+            float2 w = output[e * THREADS + t], by = make_float2(z.re[e], z.im[e]);
+#if CIRCULAR
+            if (!KEEPS && e % 8 == 0) refresh(t);  // few loads at a time
+            if (!KEEPS) by = weight(t, e, part, h, c, L, C);
+#endif
+            by = KEEPS ? filter[e * THREADS + t] : make_float2(by.x * (1.f / TOTAL), by.y * (-1.f / TOTAL));
+            multiply(w.x, w.y, by);
             z.re[e] = w.x;
             z.im[e] = w.y;
         }
@@ -575,11 +593,11 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
         finish(z, t, part, from, skips ? skips[c] : 0.f, scale, results(dx, b, pair, c, dx_b, dx_c), T, parts, counts,
                b / 2 * (long long)C + c, twiddles);
     }
-    if (KEEPS) add(sum, t, part, dh, L, room, parts + row * TOTAL, twiddles, false);
+    if (KEEPS) add(sum, t, part, dh, L, room, parts + row * KEPT, twiddles, false);
     if (CIRCULAR || OUTER == 1 || !last(t, counts + row)) return;
     for (int m = t; m < N; m += PLACES * THREADS) {
         Places found;
-        combine(found, m, parts + row * TOTAL, twiddles);
+        combine(found, m, parts + row * KEPT, twiddles);
         UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int n = 0; n < FILTER_SEGMENTS; n++) {
             int at = n * N + m + i * THREADS;
             if (at < L) dh[at] = found.re[i][reversed<OUTER>(n)] * (1.f / TOTAL);
