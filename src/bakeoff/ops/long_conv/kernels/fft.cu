@@ -14,15 +14,16 @@
 // real parts change before imaginary ones.
 //
 // Rows too long for that are cut into OUTER segments of N. A block then makes one of OUTER parts of a row's
-// spectrum, frequencies k OUTER + part, and the last of a row's blocks puts the row together again. Of a row that is
-// ALONE, a real one, parts beyond OUTER / 2 mirror the others: nobody makes them, and what the others give counts
-// twice.
+// spectrum, frequencies k OUTER + part, and the last of a row's blocks puts the row together again. Of a row that
+// is ALONE, a real one, parts beyond OUTER / 2 mirror the others: nobody makes them, and what the others give
+// counts twice.
 //
 // Compiled with -D for: N, E, R1, R2, R3, OUTER (powers of 2, R1 R2 R3 = N, R1 = E the largest); HALF, whether rows
 // fill no more than half of N OUTER, as filters do; CIRCULAR, whether rows fill all of it, the end is meant to wrap
-// around, and filters are given by their spectra; ALONE, whether there is one sequence only; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BLOCKS and BACKWARD_BLOCKS (wanted on a multiprocessor
-// at a time, by `convolve` and by `differentiate`); KEEPS, whether `differentiate` has room for the filter's spectrum
-// and the sum of its gradient's; and DATA (see data.cuh).
+// around, and filters are given by their spectra; ALONE, whether there is one sequence only; ROUNDS (0, 1, or 2 if
+// R2 = R3 = E / 2); BLOCKS and BACKWARD_BLOCKS (wanted on a multiprocessor at a time, by `convolve` and by
+// `differentiate`); KEEPS, whether `differentiate` has room for the filter's spectrum and the sum of its
+// gradient's; and DATA (see data.cuh).
 
 #include "data.cuh"
 
@@ -520,12 +521,13 @@ DEVICE void add(Values &z, int t, int part, float *dh, int L, word_t *room, floa
 #endif
 }
 
-// The gradients of h, as sums[share, c, l], and, if dx is given, of x: dx = dy correlated with h, + skip dy. On a circle
-// it is sums[share, c, part, e, t] of two rows' spectra x* dy, in which parts that change sign with the frequency's
-// are to be left out. Rows of dy are divided by their scales and those of x multiplied by them, so that of each product's two factors neither
-// is loud alone. A block has one part of every SHARES-th pair of a channel's rows; unless it KEEPS both, each pair
-// transforms the filter once more, and the gradient's spectrum back. Where OUTER > 1, `parts` has room for all parts
-// of every pair and channel, then of every share and channel, and `counts` zeros.
+// The gradients of h, as sums[share, c, l], and, if dx is given, of x: dx = dy correlated with h, + skip dy. On a
+// circle it is sums[share, c, part, e, t] of two rows' spectra x* dy, in which parts that change sign with the
+// frequency's are to be left out. Rows of dy are divided by their scales and those of x multiplied by them, so that
+// of each product's two factors neither is loud alone. A block has one part of every SHARES-th pair of a channel's
+// rows; unless it KEEPS both, each pair transforms the filter once more, and the gradient's spectrum back. Where
+// OUTER > 1, `parts` has room for all parts of every pair and channel, then of every share and channel, and
+// `counts` zeros.
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
 differentiate(const data_t *x, const data_t *dy, const float *h, const float *skips, data_t *dx, float *sums,
               float2 *parts, unsigned *counts, const float2 *__restrict__ twiddles, int B, int T, int L, int C,
