@@ -158,7 +158,8 @@ def test_filters_copies_and_their_gradients_sum(target):
 PLANS = [
     Plan(512, 1), Plan(1024, 1), Plan(2048, 1), Plan(2048, 1, half=False), Plan(4096, 1), Plan(8192, 1),
     Plan(16384, 1), Plan(16384, 1, half=False), Plan(16384, 4), Plan(8192, 16), Plan(16384, 8, alone=True),
-    Plan(16384, 4, half=False, circular=True, alone=True),
+    Plan(16384, 4, half=False, circular=True, alone=True), Plan(8192, 4), Plan(8192, 4, alone=True),
+    Plan(8192, 8, alone=True), Plan(8192, 4, half=False, circular=True, alone=True),
     *(Plan(n, outer, half=False, circular=True) for n, outer in [(256, 1), (1024, 1), (8192, 1), (16384, 4)]),
 ]  # fmt: skip
 
@@ -185,11 +186,26 @@ def test_ffts_fit_into_shared_memory():
     assert plan(4096, 24, SHARED_LIMIT["sm_90"]) == Plan(8192, 1)
     assert plan(4096 - 23, 24, SHARED_LIMIT["sm_90"]) == Plan(4096, 1, half=False)
     assert plan(1 << 20, 1 << 20, SHARED_LIMIT["sm_90"]) is None
-    assert plan(16384, 16384, SHARED_LIMIT["sm_90"], alone=True) == Plan(16384, 2)
-    assert plan(32768, 32768, SHARED_LIMIT["sm_90"], alone=True) == Plan(16384, 4, alone=True)
     assert plan(256, 256, SHARED_LIMIT["sm_90"], circular=True) == Plan(256, 1, half=False, circular=True)
     assert plan(65536, 65536, SHARED_LIMIT["sm_90"], circular=True) == Plan(
         16384, 4, half=False, circular=True
     )
     for T in (128, 1000, 1 << 20):
         assert plan(T, T, SHARED_LIMIT["sm_90"], circular=True) is None
+
+
+def test_segments_of_half_the_length_where_they_are_few():
+    def segments(T, **kind):
+        return plan(T, T, SHARED_LIMIT["sm_90"], **kind)
+
+    assert segments(16384) == Plan(16384, 2)
+    assert segments(16384, backward=True) == Plan(8192, 4)
+    assert segments(16384, alone=True) == Plan(8192, 4, alone=True)
+    assert segments(32768, backward=True) == Plan(16384, 4)
+    assert segments(32768, alone=True) == Plan(8192, 8, alone=True)
+    assert segments(65536, alone=True) == Plan(16384, 8, alone=True)
+    circle = {"half": False, "circular": True}
+    assert segments(16384, circular=True, alone=True) == Plan(16384, 1, **circle)
+    assert segments(32768, circular=True, backward=True) == Plan(16384, 2, **circle)
+    assert segments(32768, circular=True, alone=True) == Plan(8192, 4, **circle, alone=True)
+    assert segments(65536, circular=True, alone=True) == Plan(16384, 4, **circle, alone=True)

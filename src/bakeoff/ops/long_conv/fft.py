@@ -121,10 +121,10 @@ def launch(
     """None for rows too long for this device. `supports` keeps them away, but a graph of torch.compile, made
     once for every length, brings them."""
     limits = cuda.limits(device)
-    how = plan(T, L, limits.shared, circular, alone=B == 1)
+    place = KERNELS.index(kernel)
+    how = plan(T, L, limits.shared, circular, alone=B == 1, backward=place == 1)
     if how is None:
         return None
-    place = KERNELS.index(kernel)
     pairs = (B + 1) // 2
     pair, filters = (2, 1) if place == 0 else (3, 1) if circular else (3, 2) if how.tuning.keeps else (5, 0)
     room = how.tuning.blocks[place] * limits.multiprocessors
