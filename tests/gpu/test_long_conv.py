@@ -67,6 +67,14 @@ def test_odd_shapes(shape, dtype, major, impl):
     check(step(args, impl), args)
 
 
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("T", [10_000, 16_384, 32_768, 65_536])
+def test_rows_longer_than_the_chip_holds(T, B, impl):
+    for L in (2000, T):
+        args = tensors(impl, B, T, 5, L, torch.float32, major=True)
+        check(step(args, impl), args)
+
+
 def test_rows_of_any_alignment(impl):
     """Steps and starts that are no multiples of 16 bytes, and a gradient with channels side by side."""
     for T, row, first in ((4000, 4096, 0), (4096, 4104, 1), (4095, 4096, 8), (1001, 1001, 0)):

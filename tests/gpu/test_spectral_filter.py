@@ -35,6 +35,20 @@ def test_real_frequencies_ignore_the_imaginary_part(T, impl):
     assert (got - want).abs().max() < 2**-8 * want.abs().max()
 
 
+@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("T", [256, 1024, 16_384, 32_768, 65_536])
+def test_ffts_on_the_chip_against_float64(T, B):
+    x = torch.randn(B, T, 5, device="cuda", requires_grad=True)
+    for K in (T // 2 + 1, 100):
+        weight = torch.randn(K, 5, device="cuda", dtype=torch.complex64, requires_grad=True)
+        exact = [x.detach().double().requires_grad_(), weight.detach().to(torch.complex128).requires_grad_()]
+        dy = torch.randn_like(x)
+        y, want = spectral_filter(x, weight, impl="fft"), reference(*exact)
+        found = (y, *torch.autograd.grad(y, (x, weight), dy))
+        for mine, right in zip(found, (want, *torch.autograd.grad(want, exact, dy.double())), strict=True):
+            assert (mine - right).abs().max() < 3e-6 * right.abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("T", [1, 2, 37, 1000])
 def test_eager_against_float64(T, dtype):

@@ -89,22 +89,9 @@ def plan(
 
     None where they are too long for this machine, or where T is no power of 2 or too short for a circle.
 
-    Longer rows are cut into the longest segments that fit, each part of a row reading all of them; but into
-    halves of these, of which a multiprocessor has two at a time, where rows still are of few segments.
-    Measured on an H100, each way by itself, of segments of 16,384 and of 8,192 values, in us:
-
-    ======================  ================  ================
-    B x T x 768             `convolve`        `differentiate`
-    ======================  ================  ================
-    1x16384                 350, **292**      1000, **599**
-    4x16384                 **634**, 679      2055, **1481**
-    1x32768                 678, **620**      1477, **1365**
-    2x32768                 **916**, 976      **2057**, 2165
-    1x65536                 **1445**, 1582    **3153**, 3564
-    1x32768 on a circle     549, **533**      1441, **1357**
-    2x32768 on a circle     **583**, 705      **1506**, 1884
-    1x65536 on a circle     **989**, 1111     **2738**, 3192
-    ======================  ================  ================
+    Longer rows are cut into the longest segments that fit, as each of a row's parts reads the whole row; into
+    segments of half that length, two of which a multiprocessor has room for, where a row reaches few of them:
+    how few was measured on an H100 (results/h100/fft-segments.csv).
     """
     least = min(_TUNINGS)
     needed = T if circular else max(least, 1 << (T + min(L, T) - 2).bit_length())
