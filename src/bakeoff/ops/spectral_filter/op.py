@@ -7,7 +7,7 @@ import torch
 
 from bakeoff import cuda
 from bakeoff.ops.long_conv.op import OP as LONG_CONV
-from bakeoff.ops.long_conv.plan import Plan, plan
+from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
 from bakeoff.select.compiled import compiler_missing
 from bakeoff.select.key import round_rows, with_layout
@@ -100,11 +100,6 @@ def _case(name: str, B: int, T: int, C: int, K: int, dtype: torch.dtype) -> Case
     )
 
 
-def _plan(case: Case) -> Plan | None:
-    T = case.x.shape[1]
-    return plan(T, T, cuda.limits(torch.device(case.device)).shared, circular=True)
-
-
 def fft_cannot(case: Case) -> str | None:
     """Why FFTs on the chip can't take `case`, or None."""
     if not case.device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
@@ -115,21 +110,15 @@ def fft_cannot(case: Case) -> str | None:
         return "no float64"
     if case.x.numel == 0:
         return "empty x"
-    if _plan(case) is None:
-        return f"takes lengths that are powers of 2, from 256 to some 500,000, not {case.x.shape[1]}"
+    T = case.x.shape[1]
+    if plan(T, T, cuda.limits(torch.device(case.device)).shared, circular=True) is None:
+        return f"takes lengths that are powers of 2, from 256 to some 500,000, not {T}"
     return None
 
 
 def heuristic(case: Case, regime: str) -> str:
-    """FFTs on the chip of rows that fit there; Inductor generates no code for complex numbers.
-
-    Launched one by one they take the host longer than the device below some 16 million values.
-    """
-    small = regime == "eager" and case.x.numel < 1 << 24
-    if small or regime == "compiled" or fft_cannot(case):
-        return "eager"
-    how = _plan(case)
-    return "fft" if how and how.outer == 1 else "eager"
+    """FFTs on the chip wherever they can; Inductor generates no code for complex numbers."""
+    return "eager" if regime == "compiled" or fft_cannot(case) else "fft"
 
 
 _HERE = "bakeoff.ops.spectral_filter"
