@@ -26,6 +26,7 @@ def compiled(case, conjugate, target, **override):
     ids = 0 if case.position_ids is None else len(case.position_ids.shape)
     launch = kernels.plan(
         functools.partial(kernels.config, lanes=TARGETS[target].warp_size),
+        case.q.dtype.itemsize,
         case.q.shape,
         case.k.shape,
         case.q.stride,

@@ -145,27 +145,30 @@ def config(
     HK: int,
     D: int,
     half: int,
+    itemsize: int,
     head_major: bool,
     *,
-    tile: int = 2048,
+    tile: int = 4096,
     lanes: int = 64 if torch.version.hip else 32,
 ) -> tuple[int, int, int, int]:
     """BLOCK_T, BLOCK_H, BLOCK and num_warps for T tokens (only T below the tile's height matters).
 
-    `tile` is how many pairs of elements a program turns or copies. BLOCK_H is a power of two that divides H
-    and HK, so that head blocks need no mask; when heads are the outer dimension in memory, a tile is one
-    head's tokens. A thread, of which a warp has `lanes`, has 8 pairs, fewer of which it could not read 16
-    bytes at a time, or copies 64 elements.
+    `tile` is how many bytes of first halves a program turns, or half of what it copies. BLOCK_H is a power of
+    two that divides H and HK, so that head blocks need no mask; when heads are the outer dimension in memory,
+    a tile is one head's tokens. A thread, of which a warp has `lanes`, turns 16 bytes of each half, which it
+    reads at a time, or copies 128.
 
-    Measured on an H100, of tiles of 512 to 8192 and 8 to 32 pairs a thread: within 1 % of the fastest for all
-    shapes of the grid but odd heads (4 %). Reading x with evict_first lost 1 to 13 %.
+    Measured on an H100 (results/h100/rotary-tilings.csv): tiles of 512 to 8,192 bytes, 4 to 32 bytes a
+    thread, hints of what to keep in the cache, q and k in one program. Within 3 % of the fastest for all
+    shapes of the grid but odd heads (12 %). 8 bytes a thread gain 1 % on most, but lose 3 to 7 % on short
+    rows, narrow tables and with position_ids.
     """
     block, rest = _power(half), _power(D - 2 * half)
-    rows = max(1, tile // max(block, rest // 2))
+    rows = max(1, tile // (itemsize * max(block, rest // 2)))
     heads = H | HK
     block_h = 1 if head_major else min(rows, heads & -heads or 1)
     block_t = min(rows // block_h, _power(T))
-    warps = block_t * block_h * max(block // 8, rest // 64) // lanes
+    warps = block_t * block_h * max(block * itemsize // 16, rest * itemsize // 128) // lanes
     return block_t, block_h, block, max(1, min(8, warps))
 
 
@@ -190,6 +193,7 @@ class Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def plan(
     tiling: Callable[..., tuple[int, int, int, int]],
+    itemsize: int,
     q_shape: tuple[int, int, int, int],
     k_shape: tuple[int, int, int, int],
     q_strides: tuple[int, int, int, int],
@@ -210,7 +214,7 @@ def plan(
     HK = k_shape[2]
     rows, half = table_shape
     q_head_major, k_head_major = head_major or (q_strides[1] < q_strides[2], k_strides[1] < k_strides[2])
-    block_t, block_h, block, warps = tiling(T, H, HK, D, half, q_strides[1] < q_strides[2])
+    block_t, block_h, block, warps = tiling(T, H, HK, D, half, itemsize, q_strides[1] < q_strides[2])
     numbers = (*q_strides[:3], *k_strides[:3])
     # The greatest power of two, up to 16, that divides all strides: it allows 16-byte accesses.
     together = functools.reduce(int.__or__, numbers, 16)
@@ -287,6 +291,7 @@ def rotate(
         ids, positions = position_ids.dim(), position_ids.contiguous()
     launch = plan(
         config,
+        q.itemsize,
         q.shape,
         k.shape,
         q_strides,
