@@ -158,7 +158,7 @@ def test_filters_copies_and_their_gradients_sum(target):
 PLANS = [
     Plan(512, 1), Plan(1024, 1), Plan(2048, 1), Plan(2048, 1, half=False), Plan(4096, 1), Plan(8192, 1),
     Plan(16384, 1), Plan(16384, 1, half=False), Plan(16384, 4), Plan(8192, 16), Plan(16384, 8, alone=True),
-    Plan(16384, 4, half=False, circular=True, alone=True), Plan(8192, 4), Plan(8192, 4, alone=True),
+    Plan(16384, 4, half=False, circular=True, alone=True), Plan(8192, 4),
     Plan(8192, 8, alone=True), Plan(8192, 4, half=False, circular=True, alone=True),
     *(Plan(n, outer, half=False, circular=True) for n, outer in [(256, 1), (1024, 1), (8192, 1), (16384, 4)]),
 ]  # fmt: skip

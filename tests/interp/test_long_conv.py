@@ -164,7 +164,7 @@ def test_a_graph_for_any_length_takes_rows_longer_than_the_device_does(candidate
 
 
 @pytest.mark.parametrize("candidate", ["fft"], indirect=True)
-@pytest.mark.parametrize("outer", [1, 2])
+@pytest.mark.parametrize("outer", [1, 4])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_pairs_with_and_without_room_for_the_filter(monkeypatch, candidate, outer, keeps):
     """With more channels than blocks fit, so that a block has several pairs."""

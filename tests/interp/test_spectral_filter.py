@@ -172,9 +172,8 @@ def test_on_chip_in_half_precision(on_chip):
     check_on_chip(on_chip(), x.detach().half().requires_grad_(), weight, 1e-3)
 
 
-@pytest.mark.parametrize("B", [1, 3])
-@pytest.mark.parametrize("T", [1024, 2048, 4096])
-def test_rows_that_fit_on_no_chip(on_chip, T, B):
+@pytest.mark.parametrize(("B", "T"), [(3, 1024), (1, 2048), (3, 2048), (1, 4096)])
+def test_rows_that_fit_on_no_chip(on_chip, B, T):
     assert plan(T, T, 20 << 10, circular=True).outer == T // 512
     for K in (T // 4, T // 2 + 1):
         check_on_chip(on_chip(20 << 10), *tensors(B, T, 1, K, torch.float32), 1e-6)
@@ -185,21 +184,14 @@ def test_several_pairs_of_rows_in_a_block(on_chip, monkeypatch):
     check_on_chip(on_chip(), *tensors(5, 256, 2, 100, torch.float32), 1e-6)
 
 
-@pytest.mark.parametrize("seed", [0, 10])
 @pytest.mark.parametrize(
-    ("T", "K", "dtype"),
-    [
-        (256, 100, torch.float16),
-        (256, 129, torch.float16),
-        (256, 100, torch.float32),
-        (1024, 513, torch.float32),
-    ],
+    ("K", "dtype"), [(100, torch.float16), (129, torch.float16), (129, torch.float32)], ids=str
 )
-def test_verification_of_what_runs_on_chip(on_chip, T, K, dtype, seed):
-    args = {"x": TensorMeta.dense((9, T, 8), dtype, grad=True),
+def test_verification_of_what_runs_on_chip(on_chip, K, dtype):
+    args = {"x": TensorMeta.dense((9, 256, 8), dtype, grad=True),
             "weight": TensorMeta.dense((K, 8), torch.complex64, grad=True)}  # fmt: skip
     case = Case(args, "cpu")
-    _, deterministic = verify(OP, on_chip(), list(yardsticks(OP, case, seed=seed)))
+    _, deterministic = verify(OP, on_chip(), list(yardsticks(OP, case)))
     assert deterministic
 
 
