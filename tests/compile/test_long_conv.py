@@ -174,6 +174,14 @@ def test_ffts_stay_in_registers(how, target):
         assert kernel.spills <= (32 if how.half else 64)
 
 
+@pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
+def test_ffts_of_two_segments_stay_in_registers(target):
+    """`differentiate` has these only of rows that fill more than half: it takes shorter ones for others."""
+    for half, most in ((True, {"convolve": 0}), (False, {"convolve": 0, "differentiate": 128})):
+        built = build_cuda(ROOT / SOURCE, [*Plan(16384, 2, half).options, "-DDATA=1"], target)
+        assert all(built[kernel].spills <= spills for kernel, spills in most.items())
+
+
 def test_ffts_fit_into_shared_memory():
     """Of a data-centre GPU up to 16,384 values, of a consumer's, with 99 KiB, up to 8,192."""
     for T in (1, 256, 257, 4096, 8192, 100_000):
