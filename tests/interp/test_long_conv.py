@@ -136,6 +136,51 @@ def test_rows_longer_than_the_chip_holds(candidate, monkeypatch, B, T, L, dtype)
     check(candidate, tensors(B, T, 2, L, dtype, optional=(True, False, False), wide_filter=False))
 
 
+WINDOWS = {
+    "256": (1000, 24, 256, 1),
+    "256, half of which a filter reaches": (1000, 128, 256, 1),
+    "one alone that isn't full": (100, 20, 256, 1),
+    "full to the last value": (960, 17, 256, 1),
+    "one tap": (600, 1, 256, 1),
+    "4096": (9000, 900, 4096, 1),
+    "in two segments": (3000, 512, 512, 2),
+    "in four segments": (3000, 400, 256, 4),
+}
+
+
+@pytest.mark.parametrize("candidate", ["fft"], indirect=True)
+@pytest.mark.parametrize(("T", "L", "n", "outer"), WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("B", [1, 3])
+def test_windows(candidate, monkeypatch, T, L, n, outer, B):
+    monkeypatch.setattr(fft_room, "plan", lambda *_, **__: Plan(n, outer, half=False, windows=True))
+    check(candidate, tensors(B, T, 2, L, optional=(True, False, False)))
+    check(candidate, tensors(B, T, 2, L, torch.float16, wide_filter=False))
+    args = tensors(B, T, 2, L, optional=PLAIN)
+    (mine,) = torch.autograd.grad(candidate.call(*args, True).sum(), args[0])  # h's gradient isn't wanted
+    (exact,) = torch.autograd.grad(reference(*args, True).sum(), args[0])
+    torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("candidate", ["fft"], indirect=True)
+@pytest.mark.parametrize("trouble", [1e30, float("inf"), float("nan")])
+def test_windows_do_not_touch_each_other(candidate, trouble):
+    """Bit for bit, whatever is in one of them, of an even number: its pair's other row is another window."""
+    u, h, *_ = tensors(2, 3000, 2, 100, optional=PLAIN)
+    u = u.detach()
+    how = plan(3000, 100, 227 << 10)
+    valid = how.valid(3000, 100)
+    assert how.windows
+    assert 3 * valid < 3000
+    other = u.clone()
+    other[0, 2 * valid + 5] = trouble
+    before, after = (candidate.call(x, h, None, None, None, True) for x in (u, other))
+    assert torch.equal(before[1], after[1])
+    assert torch.equal(before[0, :valid], after[0, :valid])
+    assert torch.equal(before[0, 4 * valid :], after[0, 4 * valid :])
+    assert (before - after)[0, : 2 * valid].abs().max() <= 2e-6 * before.abs().max()
+    assert (abs(trouble) < float("inf")) == bool(after[0, 2 * valid + 5].isfinite().all())
+
+
 @pytest.mark.parametrize("candidate", ["fft"], indirect=True)
 @pytest.mark.parametrize(("T", "L"), [(300, 300), (257, 7), (20, 300), (1, 1)])
 def test_rows_longer_than_the_device_takes(candidate, monkeypatch, T, L):

@@ -84,7 +84,7 @@ class Launch(NamedTuple):
         self.module.launch(
             "convolve", self.blocks, self.threads, self.shared,
             x, h, skip, y, *self._parts(x.device), self.twiddles, sign,
-            B, T, L, C, self.shares, *_steps(x), *_steps(y),
+            B, T, L, C, self.plan.valid(T, L), self.shares, *_steps(x), *_steps(y),
         )  # fmt: skip
 
     def differentiate(
@@ -96,7 +96,8 @@ class Launch(NamedTuple):
         self.module.launch(
             "differentiate", self.blocks, self.threads, self.shared,
             x, dy, h, skip, dx, sums, *self._parts(x.device), self.twiddles,
-            B, T, L, C, self.shares, *_steps(x), *_steps(dy), *_steps(dy if dx is None else dx),
+            B, T, L, C, self.plan.valid(T, L), self.shares, *_steps(x), *_steps(dy),
+            *_steps(dy if dx is None else dx),
         )  # fmt: skip
 
     def _parts(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -125,7 +126,7 @@ def launch(
     how = plan(T, L, limits.shared, circular, alone=B == 1, backward=place == 1)
     if how is None:
         return None
-    pairs = (B + 1) // 2
+    pairs = (B * -(-T // how.valid(T, L)) + 1) // 2
     pair, filters = (2, 1) if place == 0 else (3, 1) if circular else (3, 2) if how.tuning.keeps else (5, 0)
     room = how.tuning.blocks[place] * limits.multiprocessors
     shares = _shares(C * how.made, pairs, room, pair, filters)
@@ -145,23 +146,7 @@ def launch(
 class FFT:
     """See `bakeoff.ops.long_conv.run.Convolver`."""
 
-    def convolve(self, v: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int) -> None:
-        """y = h * v + skip v."""
-        self._convolve(v, h, skip, y, T, 1)
-
-    def gradients(
-        self, v: Tensor | None, dy: Tensor, h: Tensor, skip: Tensor | None, dv: Tensor | None, T: int
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Puts v's gradient into `dv` if it is given; returns those of h and skip if `v` is given."""
-        if v is not None:
-            dh = self._differentiate(v, dy, h, skip, dv, T)
-            dskip = None if skip is None else dh[:, 0].to(skip.dtype, copy=True)
-            return (pad(dh, (0, h.shape[1] - T)) if h.shape[1] > T else dh).to(h.dtype), dskip
-        if dv is not None:
-            self._convolve(dy, h, skip, dv, T, -1)
-        return None, None
-
-    def _convolve(self, x: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, sign: int) -> None:
+    def convolve(self, x: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, sign: int) -> None:
         """y = h * x (correlated with h where `sign` is -1) + skip x."""
         B, C, _ = x.shape
         L = min(h.shape[1], T)
@@ -171,24 +156,27 @@ class FFT:
         else:
             how.convolve(x, *_filters(h, skip, L), y, T, L, sign)
 
-    def _differentiate(
+    def differentiate(
         self, x: Tensor, dy: Tensor, h: Tensor, skip: Tensor | None, dx: Tensor | None, T: int
-    ) -> Tensor:
-        """The gradient of h in float32, and that of x into `dx` if it is given."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of h and skip; that of x goes into `dx` if it is given."""
         B, C, _ = x.shape
         L = min(h.shape[1], T)
         how = launch("differentiate", B, C, T, L, x.dtype, x.device)
         if how is None:
             if dx is not None:
                 _convolve_by_torch(dy, h, skip, dx, T, -1)
-            return _correlate_by_torch(x, dy, T, L)
-        sums = torch.empty((how.shares, C, L), dtype=torch.float32, device=x.device)
-        how.differentiate(x, dy, *_filters(h, skip, L), dx, sums, T, L)
-        return sums[0] if how.shares == 1 else sums.sum(0)
+            dh = _correlate_by_torch(x, dy, T, L)
+        else:
+            sums = torch.empty((how.shares, C, L), dtype=torch.float32, device=x.device)
+            how.differentiate(x, dy, *_filters(h, skip, L), dx, sums, T, L)
+            dh = sums[0] if how.shares == 1 else sums.sum(0)
+        dskip = None if skip is None else dh[:, 0].to(skip.dtype, copy=True)
+        return (pad(dh, (0, h.shape[1] - T)) if h.shape[1] > T else dh).to(h.dtype), dskip
 
 
 def _convolve_by_torch(x: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, sign: int) -> None:
-    """What `FFT._convolve` does, by PyTorch's FFTs."""
+    """What `FFT.convolve` does, by PyTorch's FFTs."""
     L = min(h.shape[1], T)
     n = 1 << (T + L - 2).bit_length()
     x = x[..., :T].float()

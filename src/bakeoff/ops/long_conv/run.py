@@ -45,19 +45,13 @@ class Method(Protocol):
 class Convolver(Protocol):
     """Convolves rows [B, C, R] of T times, which are 0 beyond T."""
 
-    def convolve(self, v: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int) -> None:
-        """y = h * v + skip v."""
+    def convolve(self, x: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, sign: int) -> None:
+        """y = h * x (correlated with h where `sign` is -1) + skip x."""
 
-    def gradients(
-        self,
-        v: Tensor | None,
-        dy: Tensor,
-        h: Tensor,
-        skip: Tensor | None,
-        dv: Tensor | None,
-        T: int,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Puts v's gradient into `dv` if it is given; returns those of h and skip if `v` is given."""
+    def differentiate(
+        self, x: Tensor, dy: Tensor, h: Tensor, skip: Tensor | None, dx: Tensor | None, T: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of h and skip; that of x goes into `dx` if it is given."""
 
 
 class OnRows:
@@ -71,7 +65,7 @@ class OnRows:
         u, gate_out = given.u, given.gate_out
         v = rows(u, given.gate_in)
         out, y = _room(u, gate_out is None and not keep)
-        self.convolver.convolve(v, given.h, given.skip, y, u.shape[1])
+        self.convolver.convolve(v, given.h, given.skip, y, u.shape[1], 1)
         return (out, None) if out is not None else unpack(y, u, gate_out, both=keep)
 
     def backward(self, dout: Tensor, given: Arguments, y: Tensor | None, wanted: Sequence[bool]) -> Gradients:
@@ -80,11 +74,13 @@ class OnRows:
         du = dh = dskip = dgate_in = None
         moves, tunes = wanted[0] or wanted[3], wanted[1] or wanted[2]
         if moves or tunes:
-            v = rows(u, gate_in) if tunes else None
-            dv = None
+            dy, dv = rows(dout, gate_out), None
             if moves:
                 du, dv = _room(u, gate_in is None and not wanted[3])
-            dh, dskip = self.convolver.gradients(v, rows(dout, gate_out), h, skip, dv, u.shape[1])
+            if tunes:
+                dh, dskip = self.convolver.differentiate(rows(u, gate_in), dy, h, skip, dv, u.shape[1])
+            elif dv is not None:
+                self.convolver.convolve(dy, h, skip, dv, u.shape[1], -1)
             if dv is not None and du is None:
                 du, dgate_in = unpack(dv, u, gate_in, u, both=wanted[3])
         dgate_out = torch.mul(dout, y, out=room_like(u)) if wanted[4] and y is not None else None

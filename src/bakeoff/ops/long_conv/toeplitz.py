@@ -18,20 +18,20 @@ _SHIFT_WIDTH, _GATHER_SIZE = 256, 1024
 
 
 class Toeplitz:
-    """See `bakeoff.ops.long_conv.run.Method`."""
+    """See `bakeoff.ops.long_conv.run.Convolver`."""
 
-    def convolve(self, v: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int) -> None:
-        """y = h * v + skip v."""
+    def convolve(self, x: Tensor, h: Tensor, skip: Tensor | None, y: Tensor, T: int, sign: int) -> None:
+        """y = h * x (correlated with h where `sign` is -1) + skip x."""
         del T
-        _products(v, h, skip, y, backwards=False)
+        _products(x, h, skip, y, backwards=sign < 0)
 
-    def gradients(
-        self, v: Tensor | None, dy: Tensor, h: Tensor, skip: Tensor | None, dv: Tensor | None, T: int
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Puts v's gradient into `dv` if it is given; returns those of h and skip if `v` is given."""
-        if dv is not None:
-            _products(dy, h, skip, dv, backwards=True)
-        return (None, None) if v is None else _filters(v, dy, h, skip, T)
+    def differentiate(
+        self, x: Tensor, dy: Tensor, h: Tensor, skip: Tensor | None, dx: Tensor | None, T: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of h and skip; that of x goes into `dx` if it is given."""
+        if dx is not None:
+            _products(dy, h, skip, dx, backwards=True)
+        return _filters(x, dy, h, skip, T)
 
 
 TOEPLITZ = Toeplitz()

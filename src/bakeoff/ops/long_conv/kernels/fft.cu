@@ -18,12 +18,15 @@
 // is ALONE, a real one, parts beyond OUTER / 2 mirror the others: nobody makes them, and what the others give
 // counts twice.
 //
+// Where filters are short, sequences are cut into WINDOWS, which overlap, and each is a row: of N OUTER values, of
+// which `valid` are its own, and a result's too; the others are as many as a filter reaches (overlap-save).
+//
 // Compiled with -D for: N, E, R1, R2, R3, OUTER (powers of 2, R1 R2 R3 = N, R1 = E the largest); HALF, whether rows
 // fill no more than half of N OUTER, as filters do; CIRCULAR, whether rows fill all of it, the end is meant to wrap
-// around, and filters are given by their spectra; ALONE, whether there is one sequence only; ROUNDS (0, 1, or 2 if
-// R2 = R3 = E / 2); BLOCKS and BACKWARD_BLOCKS (wanted on a multiprocessor at a time, by `convolve` and by
-// `differentiate`); KEEPS, whether `differentiate` has room for the filter's spectrum and the sum of its
-// gradient's; and DATA (see data.cuh).
+// around, and filters are given by their spectra; ALONE, whether there is one sequence only; WINDOWS, whether
+// sequences are cut; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BLOCKS and BACKWARD_BLOCKS (wanted on a multiprocessor
+// at a time, by `convolve` and by `differentiate`); KEEPS, whether `differentiate` has room for the filter's spectrum
+// and the sum of its gradient's; and DATA (see data.cuh).
 
 #include "data.cuh"
 
@@ -251,24 +254,55 @@ DEVICE void backward(Values &v, int t, word_t *room, const float2 *twiddles) {
     v = z;
 }
 
-// Two rows of a channel; the second is the first again where there is none.
-struct Pair {
-    const data_t *first, *second;
-};
-DEVICE Pair rows(const data_t *x, int b, bool pair, long long c, int x_b, int x_c) {
-    const data_t *first = x + ((long long)b * x_b + c * x_c) * 8;
-    return {first, pair ? first + (long long)x_b * 8 : first};
-}
-
+// A row, of which `count` places from `first` on are there.
 template <class Data>
-DEVICE float value(const Data *row, int at, int end) {
-    return at < end ? widened(row[at]) : 0.f;
+struct Row {
+    Data *values;
+    int first, count;
+};
+template <class Data>
+DEVICE bool has(Row<Data> row, int at) {
+    return (unsigned)(at - row.first) < (unsigned)row.count;
+}
+template <class Data>
+DEVICE float value(Row<Data> row, int at) {
+    return has(row, at) ? widened(row.values[at]) : 0.f;
 }
 
-// The first segment of two rows of T values, in the first pass's order.
-DEVICE void fetch(Values &z, int t, Pair rows, int T) {
-    UNROLL for (int k = 0; k < HELD; k++) z.re[k] = value(rows.first, t + k * THREADS, T);
-    UNROLL for (int k = 0; k < HELD; k++) z.im[k] = value(rows.second, t + k * THREADS, T);
+// Sequences of T values as rows of a channel: a row each, or windows of it, one after another.
+struct Cut {
+    int T, valid, windows;
+};
+DEVICE Cut cut(int T, int valid) {
+    return WINDOWS ? Cut{T, valid, (T + valid - 1) / valid} : Cut{T, T, 1};
+}
+
+// The r-th row of channel c, from `before` places ahead of its valid values on. There are those values alone, or
+// WITH all of the sequence around them.
+template <bool WITH, class Data>
+DEVICE Row<Data> row(Data *x, int x_b, int x_c, Cut cut, int r, long long c, int before) {
+    int b = r / cut.windows, start = (r - b * cut.windows) * cut.valid;
+    x += ((long long)b * x_b + c * x_c) * 8 + start - before;
+    return {x, WITH ? before - start : before, WITH ? cut.T : min(cut.T - start, cut.valid)};
+}
+
+// Two rows, and whether there is a second; it is the first again where there is none.
+template <class Data>
+struct Pair {
+    Row<Data> first, second;
+    bool both;
+};
+template <bool WITH, class Data>
+DEVICE Pair<Data> rows(Data *x, int x_b, int x_c, Cut cut, int r, bool both, long long c, int before) {
+    return {row<WITH>(x, x_b, x_c, cut, r, c, before), row<WITH>(x, x_b, x_c, cut, r + both, c, before), both};
+}
+typedef Pair<const data_t> Source;
+typedef Pair<data_t> Result;
+
+// The first segment of two rows, in the first pass's order.
+DEVICE void fetch(Values &z, int t, Source rows) {
+    UNROLL for (int k = 0; k < HELD; k++) z.re[k] = value(rows.first, t + k * THREADS);
+    UNROLL for (int k = 0; k < HELD; k++) z.im[k] = value(rows.second, t + k * THREADS);
 }
 
 // The power of 2 just below a row's largest value, if it has an inverse; 1 for zeros, NaN where it isn't finite.
@@ -278,13 +312,13 @@ DEVICE float power_below(unsigned largest) {
 }
 
 // The two rows' powers of 2. Other barriers must lie between two calls.
-DEVICE float2 scales(const Values &z, int t, Pair rows, int T, unsigned *largest) {
+DEVICE float2 scales(const Values &z, int t, Source rows, unsigned *largest) {
     float first = 0.f, second = 0.f;
     for (int n = 0; n < SEGMENTS; n++)
         UNROLL for (int k = 0; k < HELD; k++) {
             int at = n * N + t + k * THREADS;
-            first = larger(first, fabsf(OUTER == 1 ? z.re[k] : value(rows.first, at, T)));
-            second = larger(second, fabsf(OUTER == 1 ? z.im[k] : value(rows.second, at, T)));
+            first = larger(first, fabsf(OUTER == 1 ? z.re[k] : value(rows.first, at)));
+            second = larger(second, fabsf(OUTER == 1 ? z.im[k] : value(rows.second, at)));
         }
     unsigned all = 0xffffffffu, one = __reduce_max_sync(all, __float_as_uint(first)),
              other = __reduce_max_sync(all, __float_as_uint(second));
@@ -305,15 +339,16 @@ DEVICE float inverse(float scale) {
 
 // What `forward` transforms, of two rows whose first segment has been fetched, each times its factor; 0 keeps a
 // row out, whatever it holds.
-DEVICE void weigh(Values &z, int t, Pair rows, float2 by, int T, const float2 *tables) {
+DEVICE void weigh(Values &z, int t, Source rows, float2 by, const float2 *tables) {
     if (OUTER > 1) {
         UNROLL for (int k = 0; k < E; k++) z.re[k] = z.im[k] = 0.f;
-        int end_first = by.x != 0.f ? T : 0, end_second = by.y != 0.f ? T : 0;
+        if (by.x == 0.f) rows.first.count = 0;
+        if (by.y == 0.f) rows.second.count = 0;
         for (int n = 0; n < SEGMENTS; n++) {
             float2 w = tables[n];
             UNROLL for (int k = 0; k < E; k++) {
                 int at = n * N + t + k * THREADS;
-                float r = by.x * value(rows.first, at, end_first), i = by.y * value(rows.second, at, end_second);
+                float r = by.x * value(rows.first, at), i = by.y * value(rows.second, at);
                 z.re[k] += r * w.x - i * w.y;
                 z.im[k] += r * w.y + i * w.x;
             }
@@ -352,12 +387,12 @@ DEVICE void spectrum(Values &z, int t, int part, const float *h, long long c, in
         z.im[e] = w.y;
     }
 #else
-    h += c * L;
+    Row<const float> taps = {h + c * L, 0, L};
     UNROLL for (int k = 0; k < E; k++) z.re[k] = z.im[k] = 0.f;
     for (int n = 0; n < FILTER_SEGMENTS; n++) {
         float2 w = tables[n];
         UNROLL for (int k = 0; k < TAPS; k++) {
-            float x = value(h, n * N + t + k * THREADS, L);
+            float x = value(taps, n * N + t + k * THREADS);
             z.re[k] = OUTER > 1 ? z.re[k] + x * w.x : x;
             z.im[k] = OUTER > 1 ? z.im[k] + x * w.y : 0.f;
         }
@@ -410,91 +445,89 @@ DEVICE void combine(Places &z, int m, const float2 *parts, const float2 *twiddle
     }
 }
 
-// Two rows of a result, and whether the second is wanted.
-struct Result {
-    data_t *first, *second;
-    bool pair;
-};
-DEVICE Result results(data_t *y, int b, bool pair, long long c, int y_b, int y_c) {
-    data_t *first = y + ((long long)b * y_b + c * y_c) * 8;
-    return {first, first + (long long)y_b * 8, pair};
-}
-
 // Writes two rows, times their scales, with `skip` times what they were made of.
-DEVICE void store(Values &z, int t, Pair from, float skip, float2 scale, Result to, int T) {
+DEVICE void store(Values &z, int t, Source from, float skip, float2 scale, Result to) {
     UNROLL for (int k = 0; k < HELD; k++) {
         z.re[reversed<R1>(k)] *= scale.x;
         z.im[reversed<R1>(k)] *= scale.y;
     }
     if (skip != 0.f) UNROLL for (int k = 0; k < HELD; k++) {
-        z.re[reversed<R1>(k)] += skip * value(from.first, t + k * THREADS, T);
-        z.im[reversed<R1>(k)] += skip * value(from.second, t + k * THREADS, T);
+        z.re[reversed<R1>(k)] += skip * value(from.first, t + k * THREADS);
+        z.im[reversed<R1>(k)] += skip * value(from.second, t + k * THREADS);
     }
-    UNROLL for (int k = 0; k < HELD; k++)
-        if (t + k * THREADS < T) to.first[t + k * THREADS] = narrowed(z.re[reversed<R1>(k)]);
-    if (to.pair) UNROLL for (int k = 0; k < HELD; k++)
-        if (t + k * THREADS < T) to.second[t + k * THREADS] = narrowed(z.im[reversed<R1>(k)]);
+    UNROLL for (int k = 0; k < HELD; k++) {
+        int at = t + k * THREADS;
+        if (has(to.first, at)) to.first.values[at] = narrowed(z.re[reversed<R1>(k)]);
+    }
+    if (to.both) UNROLL for (int k = 0; k < HELD; k++) {
+        int at = t + k * THREADS;
+        if (has(to.second, at)) to.second.values[at] = narrowed(z.im[reversed<R1>(k)]);
+    }
 }
 
 // The same for rows in OUTER parts.
-DEVICE void store_parts(const float2 *parts, int t, Pair from, float skip, float2 scale, Result to, int T,
+DEVICE void store_parts(const float2 *parts, int t, Source from, float skip, float2 scale, Result to,
                         const float2 *twiddles) {
     for (int m = t; m < N; m += PLACES * THREADS) {
         Places z;
         combine(z, m, parts, twiddles);
         UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int n = 0; n < SEGMENTS; n++) {
             int at = n * N + m + i * THREADS, k = reversed<OUTER>(n);
-            if (at >= T) continue;
-            float first = skip != 0.f ? skip * widened(from.first[at]) : 0.f;
-            to.first[at] = narrowed(z.re[i][k] * scale.x + first);
-            if (!to.pair) continue;
-            float second = skip != 0.f ? skip * widened(from.second[at]) : 0.f;
-            to.second[at] = narrowed(z.im[i][k] * scale.y + second);
+            if (has(to.first, at)) {
+                float first = skip != 0.f ? skip * widened(from.first.values[at]) : 0.f;
+                to.first.values[at] = narrowed(z.re[i][k] * scale.x + first);
+            }
+            if (to.both && has(to.second, at)) {
+                float second = skip != 0.f ? skip * widened(from.second.values[at]) : 0.f;
+                to.second.values[at] = narrowed(z.im[i][k] * scale.y + second);
+            }
         }
     }
 }
 
-// What becomes of two rows' inverse transform; `row` is their number.
-DEVICE void finish(Values &z, int t, int part, Pair from, float skip, float2 scale, Result to, int T, float2 *parts,
-                   unsigned *counts, long long row, const float2 *twiddles) {
+// What becomes of two rows' inverse transform, the `pair`-th of all.
+DEVICE void finish(Values &z, int t, int part, Source from, float skip, float2 scale, Result to, float2 *parts,
+                   unsigned *counts, long long pair, const float2 *twiddles) {
     if (OUTER == 1) {
-        store(z, t, from, skip, scale, to, T);
+        store(z, t, from, skip, scale, to);
         return;
     }
-    leave(z, t, part, parts + row * KEPT, false);
-    if (last(t, counts + row)) store_parts(parts + row * KEPT, t, from, skip, scale, to, T, twiddles);
+    leave(z, t, part, parts + pair * KEPT, false);
+    if (last(t, counts + pair)) store_parts(parts + pair * KEPT, t, from, skip, scale, to, twiddles);
 }
 
 // y = h * x + skip x, with sign = -1 correlated with h. A block has one part of every SHARES-th pair of a
-// channel's rows; steps from row to row are in units of 8 values. Where OUTER > 1, `parts` has room for all parts of
-// every pair and channel, and `counts` zeros.
+// channel's rows; steps from sequence to sequence are in units of 8 values. Where OUTER > 1, `parts` has room for all
+// parts of every pair and channel, and `counts` zeros.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 convolve(const data_t *x, const float *h, const float *skips, data_t *y, float2 *parts, unsigned *counts,
-         const float2 *__restrict__ twiddles, int sign, int B, int T, int L, int C, int shares, int x_b, int x_c,
-         int y_b, int y_c) {
+         const float2 *__restrict__ twiddles, int sign, int B, int T, int L, int C, int valid, int shares, int x_b,
+         int x_c, int y_b, int y_c) {
     SHARED(shared);
     word_t *room = (word_t *)shared;
     float2 *filter = (float2 *)(room + ROOM);
     unsigned *largest = (unsigned *)(filter + N);
-    int t = threadIdx.x, part = blockIdx.x % MADE;
+    int t = threadIdx.x, part = blockIdx.x % MADE, before = WINDOWS && sign > 0 ? TOTAL - valid : 0;
     long long c = blockIdx.x / MADE / shares;
     float skip = skips ? skips[c] : 0.f;
     const float2 *tables = twiddles + PARTS + part * PART;
+    Cut how = cut(T, valid);
+    int count = B * how.windows;
     Values z;
     spectrum(z, t, part, h, c, L, C, room, tables);
     keep(filter, t, z, sign);
-    for (int b = blockIdx.x / MADE % shares * 2; b < B; b += 2 * shares) {
+    for (int r = blockIdx.x / MADE % shares * 2; r < count; r += 2 * shares) {
         refresh(t);
-        bool pair = b + 1 < B;
-        Pair from = rows(x, b, pair, c, x_b, x_c);
-        if (OUTER == 1) fetch(z, t, from, T);
-        float2 scale = scales(z, t, from, T, largest);
-        weigh(z, t, from, make_float2(inverse(scale.x), pair ? inverse(scale.y) : 0.f), T, tables);
+        bool both = r + 1 < count;
+        Source from = rows<true>(x, x_b, x_c, how, r, both, c, before);
+        if (OUTER == 1) fetch(z, t, from);
+        float2 scale = scales(z, t, from, largest);
+        weigh(z, t, from, make_float2(inverse(scale.x), both ? inverse(scale.y) : 0.f), tables);
         forward<!(HALF && OUTER == 1)>(z, t, room, tables);
         UNROLL for (int e = 0; e < E; e++) multiply(z.re[e], z.im[e], filter[e * THREADS + t]);
         backward(z, t, room, twiddles);
-        finish(z, t, part, from, skip, scale, results(y, b, pair, c, y_b, y_c), T, parts, counts,
-               b / 2 * (long long)C + c, twiddles);
+        finish(z, t, part, from, skip, scale, rows<false>(y, y_b, y_c, how, r, both, c, before), parts, counts,
+               r / 2 * (long long)C + c, twiddles);
     }
 }
 
@@ -531,34 +564,36 @@ DEVICE void add(Values &z, int t, int part, float *dh, int L, word_t *room, floa
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
 differentiate(const data_t *x, const data_t *dy, const float *h, const float *skips, data_t *dx, float *sums,
               float2 *parts, unsigned *counts, const float2 *__restrict__ twiddles, int B, int T, int L, int C,
-              int shares, int x_b, int x_c, int dy_b, int dy_c, int dx_b, int dx_c) {
+              int valid, int shares, int x_b, int x_c, int dy_b, int dy_c, int dx_b, int dx_c) {
     SHARED(shared);
     word_t *room = (word_t *)shared;
     float2 *output = (float2 *)(room + ROOM), *filter = output + N;
     unsigned *largest = (unsigned *)(output + (KEEPS ? 2 : 1) * N);
     int t = threadIdx.x, part = blockIdx.x % MADE, share = blockIdx.x / MADE % shares;
-    long long c = blockIdx.x / MADE / shares, row = share * (long long)C + c;
+    long long c = blockIdx.x / MADE / shares, sum_row = share * (long long)C + c;
     const float2 *tables = twiddles + PARTS + part * PART;
-    float *dh = sums + row * (CIRCULAR ? 2 * KEPT : L);
-    row += (B + 1) / 2 * (long long)C;
+    float *dh = sums + sum_row * (CIRCULAR ? 2 * KEPT : L);
+    Cut how = cut(T, valid);
+    int count = B * how.windows;
+    sum_row += (count + 1) / 2 * (long long)C;
     Values sum, z;
     if (KEEPS && dx) {
         spectrum(z, t, part, h, c, L, C, room, tables);
         keep(filter, t, z, -1);
     }
     if (KEEPS) UNROLL for (int e = 0; e < E; e++) sum.re[e] = sum.im[e] = 0.f;
-    for (int b = share * 2; b < B; b += 2 * shares) {
+    for (int r = share * 2; r < count; r += 2 * shares) {
         if (!KEEPS) refresh(t);
-        bool pair = b + 1 < B;
-        Pair from = rows(dy, b, pair, c, dy_b, dy_c);
+        bool both = r + 1 < count;
+        Source from = rows<true>(dy, dy_b, dy_c, how, r, both, c, 0);
         float2 scale;
         _Pragma("unroll 1") for (int turn = 0; turn < 2; turn++) {  // dy's, then x's, by the same instructions
-            Pair of = turn ? rows(x, b, pair, c, x_b, x_c) : from;
-            if (OUTER == 1) fetch(z, t, of, T);
-            if (!turn) scale = scales(z, t, of, T, largest);
+            Source of = turn ? rows<false>(x, x_b, x_c, how, r, both, c, 0) : from;
+            if (OUTER == 1) fetch(z, t, of);
+            if (!turn) scale = scales(z, t, of, largest);
             float2 by = turn ? scale : make_float2(inverse(scale.x), inverse(scale.y));
-            if (!pair) by.y = 0.f;
-            weigh(z, t, of, by, T, tables);
+            if (!both) by.y = 0.f;
+            weigh(z, t, of, by, tables);
             forward<!(HALF && OUTER == 1)>(z, t, room, tables);
             if (!turn) UNROLL for (int e = 0; e < E; e++)
                 output[e * THREADS + t] = make_float2(z.re[e], z.im[e]);
@@ -574,7 +609,7 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
             }
         }
         if (!KEEPS) {
-            add(z, t, part, dh, L, room, parts + row * KEPT, twiddles, b > share * 2);
+            add(z, t, part, dh, L, room, parts + sum_row * KEPT, twiddles, r > share * 2);
             refresh(t);
         }
         if (!dx) continue;
@@ -592,14 +627,14 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
         }
         if (!KEEPS) refresh(t);
         backward(z, t, room, twiddles);
-        finish(z, t, part, from, skips ? skips[c] : 0.f, scale, results(dx, b, pair, c, dx_b, dx_c), T, parts, counts,
-               b / 2 * (long long)C + c, twiddles);
+        finish(z, t, part, from, skips ? skips[c] : 0.f, scale, rows<false>(dx, dx_b, dx_c, how, r, both, c, 0), parts,
+               counts, r / 2 * (long long)C + c, twiddles);
     }
-    if (KEEPS) add(sum, t, part, dh, L, room, parts + row * KEPT, twiddles, false);
-    if (CIRCULAR || OUTER == 1 || !last(t, counts + row)) return;
+    if (KEEPS) add(sum, t, part, dh, L, room, parts + sum_row * KEPT, twiddles, false);
+    if (CIRCULAR || OUTER == 1 || !last(t, counts + sum_row)) return;
     for (int m = t; m < N; m += PLACES * THREADS) {
         Places found;
-        combine(found, m, parts + row * KEPT, twiddles);
+        combine(found, m, parts + sum_row * KEPT, twiddles);
         UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int n = 0; n < FILTER_SEGMENTS; n++) {
             int at = n * N + m + i * THREADS;
             if (at < L) dh[at] = found.re[i][reversed<OUTER>(n)] * (1.f / TOTAL);
