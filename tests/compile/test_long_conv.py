@@ -219,7 +219,7 @@ def test_windows_where_filters_are_short():
     assert plan(1 << 24, 24, 99 << 10) == windows(1024)  # however long
     assert plan(256, 100, limit) == Plan(512, 1)
     assert plan(1024, 600, limit, alone=True) == Plan(2048, 1)
-    for T, L in ((1000, 20), (5000, 77), (40_000, 9000)):
+    for T, L in ((1200, 20), (5000, 77), (40_000, 9000)):
         how = plan(T, L, limit)
         assert how.windows
         assert how.total - how.valid(T, L) >= L - 1

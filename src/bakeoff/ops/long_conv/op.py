@@ -14,7 +14,8 @@ from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 
-_SHORT = 64  # the longest filter for which products were seen to beat FFTs on longer rows, on an H100
+_SHORT = 64  # the longest filter for which products were seen to beat FFTs on rows of more positions,
+_PRODUCTS = 1024  # of so many at most, on an H100
 MOST_TAPS = 64  # of `direct`: as many sums and as long a window fill a thread's registers
 MOST_TAPS_MAJOR = 32  # and of channel-major data, where a thread reads the whole window at once
 
@@ -145,9 +146,9 @@ def _case(
 
 
 def heuristic(case: Case, regime: str) -> str:
-    """Our own wherever they can: few taps one after another, short filters as products, others by FFTs."""
+    """Our own wherever they can: a few taps in turn, short filters and rows as products, others by FFTs."""
     del regime
-    short = case.h.shape[1] <= _SHORT < case.u.shape[1]
+    short = case.h.shape[1] <= _SHORT < case.u.shape[1] <= _PRODUCTS
     ranked = {"direct": _direct, "toeplitz": _toeplitz, "fft": _fft}
     names = ("direct", "toeplitz", "fft") if short else ("direct", "fft", "toeplitz")
     return next((name for name in names if ranked[name](case) is None), "eager")
