@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bakeoff import models, ops
-    from bakeoff.bench.published import benchmark_rms_norm, benchmark_rotary, manual_kernel_benchmark
     from bakeoff.causal import CausalityError, assert_causal
     from bakeoff.errors import BakeoffError, Unsupported
-    from bakeoff.select.explain import explain
-    from bakeoff.select.policy import configure, using
-    from bakeoff.select.tune import tune
+    from bakeoff.select.choose.explain import explain
+    from bakeoff.select.choose.policy import configure, using
+    from bakeoff.select.choose.tune import tune
 
 __version__ = "0.1.0"
 
@@ -24,11 +23,8 @@ __all__ = [
     "Unsupported",
     "__version__",
     "assert_causal",
-    "benchmark_rms_norm",
-    "benchmark_rotary",
     "configure",
     "explain",
-    "manual_kernel_benchmark",
     "models",
     "ops",
     "tune",
@@ -40,16 +36,25 @@ _WHERE = {
     "CausalityError": "bakeoff.causal",
     "Unsupported": "bakeoff.errors",
     "assert_causal": "bakeoff.causal",
-    "benchmark_rms_norm": "bakeoff.bench.published",
-    "benchmark_rotary": "bakeoff.bench.published",
-    "configure": "bakeoff.select.policy",
-    "explain": "bakeoff.select.explain",
-    "manual_kernel_benchmark": "bakeoff.bench.published",
-    "tune": "bakeoff.select.tune",
-    "using": "bakeoff.select.policy",
+    "configure": "bakeoff.select.choose.policy",
+    "explain": "bakeoff.select.choose.explain",
+    "tune": "bakeoff.select.choose.tune",
+    "using": "bakeoff.select.choose.policy",
 }
 
-_MODULES = ("causal", "errors", "graphs", "hardware", "models", "nn", "ops", "optim", "select", "train")
+_MODULES = (
+    "bench",
+    "causal",
+    "errors",
+    "graphs",
+    "hardware",
+    "models",
+    "nn",
+    "ops",
+    "optim",
+    "select",
+    "train",
+)
 
 
 def __getattr__(name: str) -> Any:

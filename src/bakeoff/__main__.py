@@ -1,5 +1,5 @@
 """``python -m bakeoff`` is the ``bakeoff`` command."""
 
-from bakeoff.cli import main
+from bakeoff.apps.cli import main
 
 main(prog_name="bakeoff")

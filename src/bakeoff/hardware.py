@@ -188,7 +188,7 @@ def _children(pid: int) -> set[int]:
 
 def _is_worker(pid: int) -> bool:
     try:
-        return b"bakeoff.select.worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return b"bakeoff.select.contests.worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
 

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from bakeoff.errors import ContestError
-from bakeoff.select import policy
-from bakeoff.select.agree import Decision, agree, tune_together
-from bakeoff.select.key import key
-from bakeoff.select.measure import Timing
-from bakeoff.select.op import Candidate, Op
-from bakeoff.select.policy import using
-from bakeoff.select.verdict import Trial, Verdict
+from bakeoff.select.choose import policy
+from bakeoff.select.choose.agree import Decision, agree, tune_together
+from bakeoff.select.declare.key import key
+from bakeoff.select.contests.measure import Timing
+from bakeoff.select.declare.op import Candidate, Op
+from bakeoff.select.choose.policy import using
+from bakeoff.select.contests.verdict import Trial, Verdict
 from tests.unit import zoo
 
 Ranks = Callable[..., None]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bakeoff.models.llm_med import Config as ModelConfig
-from bakeoff.train.config import Config, Data, Metrics, Parallel, Select, Train, to_toml
-from bakeoff.train.metrics import read_metrics
+from bakeoff.apps.train.config import Config, Data, Metrics, Parallel, Select, Train, to_toml
+from bakeoff.apps.train.metrics import read_metrics
 
 DEAD_AFTER_S = 3
 SOON_S = 60  # a few seconds on a busy machine; the time limit of collectives is 10 minutes
@@ -23,7 +23,7 @@ PROGRAM = """
     import torch
     torch.set_num_threads(1)
     from bakeoff.errors import BakeoffError
-    from bakeoff.train import Config, loop, resolve, train
+    from bakeoff.apps.train import Config, loop, resolve, train
 
     rank, who, what = int(os.environ["RANK"]), int(sys.argv[2]), sys.argv[3]
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from bakeoff.errors import BakeoffError
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.parallel import World
-from bakeoff.train import ConfigError, loop, moments, resolve, train
-from bakeoff.train.checkpoint import latest, steps
-from bakeoff.train.config import Config, Data, Metrics, Optim, Select, Train, to_toml
-from bakeoff.train.metrics import read_metrics
+from bakeoff.apps.train import ConfigError, loop, moments, resolve, train
+from bakeoff.apps.train.checkpoint import latest, steps
+from bakeoff.apps.train.config import Config, Data, Metrics, Optim, Select, Train, to_toml
+from bakeoff.apps.train.metrics import read_metrics
 
 Ranks = Callable[..., None]
 

@@ -13,8 +13,8 @@ from bakeoff.ops.adamw import adamw_, global_norm, tables
 from bakeoff.ops.adamw.group import join
 from bakeoff.ops.adamw.op import NORM, OP, norm_case, update_case
 from bakeoff.optim import AdamW
-from bakeoff.select.poison import Poison
-from bakeoff.select.verify import verify, yardsticks
+from bakeoff.select.contests.poison import Poison
+from bakeoff.select.contests.verify import verify, yardsticks
 
 SHAPES = [(37, 129), (7,), (), (4096,), (3, 5, 2), (0, 4), (1025,), (64, 1024)]
 HALF, FULL = torch.bfloat16, torch.float32

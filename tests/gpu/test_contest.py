@@ -1,8 +1,8 @@
 """What only a GPU's contest has."""
 
-from bakeoff.bench.suites import cells
+from bakeoff.apps.bench.suites import cells
 from bakeoff.select import find_op
-from bakeoff.select.contest import contest
+from bakeoff.select.contests.contest import contest
 
 
 def test_every_timed_candidate_is_weighed() -> None:

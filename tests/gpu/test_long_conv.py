@@ -10,7 +10,7 @@ from bakeoff.ops.long_conv import OP, candidates, long_conv
 from bakeoff.ops.long_conv.autograd import _forward_op
 from bakeoff.ops.long_conv.op import MOST_TAPS, MOST_TAPS_MAJOR
 from bakeoff.ops.long_conv.reference import long_conv as reference
-from bakeoff.select.verify import verify, yardsticks
+from bakeoff.select.contests.verify import verify, yardsticks
 
 pytestmark = pytest.mark.parametrize("impl", ["direct", "toeplitz", "fft"])
 

@@ -8,7 +8,7 @@ import torch
 from bakeoff.ops.pole_scan import OP, pole_scan
 from bakeoff.ops.pole_scan.autograd import _forward_op
 from bakeoff.ops.pole_scan.reference import pole_scan as reference
-from bakeoff.select.verify import verify, yardsticks
+from bakeoff.select.contests.verify import verify, yardsticks
 
 TAKEN = [case for case in OP.cases() if case.coef.shape[1] <= 16]
 

@@ -8,8 +8,8 @@ import torch
 from bakeoff.ops.rms_norm import OP, rms_norm
 from bakeoff.ops.rms_norm.autograd import _backward_op, _forward_op
 from bakeoff.ops.rms_norm.autograd import rms_norm as candidate
-from bakeoff.select.op import Case, TensorMeta
-from bakeoff.select.verify import verify, yardsticks
+from bakeoff.select.contests.verify import verify, yardsticks
+from bakeoff.select.declare.op import Case, TensorMeta
 
 TRITON = OP.candidate("triton")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -7,7 +7,7 @@ from bakeoff.launch import launches
 from bakeoff.ops.rotary import OP, rotary, rotary_tables
 from bakeoff.ops.rotary.autograd import _registered
 from bakeoff.ops.rotary.reference import reference
-from bakeoff.select.verify import verify, yardsticks
+from bakeoff.select.contests.verify import verify, yardsticks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -5,7 +5,7 @@ import torch
 
 from bakeoff.ops.spectral_filter import OP, spectral_filter
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
-from bakeoff.select.verify import verify, yardsticks
+from bakeoff.select.contests.verify import verify, yardsticks
 
 
 @pytest.mark.parametrize("case", OP.cases(), ids=lambda case: case.name)

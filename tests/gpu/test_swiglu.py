@@ -11,8 +11,8 @@ from bakeoff.ops.swiglu import OP, swiglu
 from bakeoff.ops.swiglu.autograd import _backward_op, _forward_op
 from bakeoff.ops.swiglu.autograd import swiglu as candidate
 from bakeoff.ops.swiglu.reference import swiglu as reference
-from bakeoff.select.op import Case, TensorMeta
-from bakeoff.select.verify import verify, yardsticks
+from bakeoff.select.contests.verify import verify, yardsticks
+from bakeoff.select.declare.op import Case, TensorMeta
 
 TRITON = OP.candidate("triton")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

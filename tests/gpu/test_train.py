@@ -11,16 +11,16 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from bakeoff.apps.train import TrainError, loop, resolve, train
+from bakeoff.apps.train.checkpoint import latest
+from bakeoff.apps.train.config import Config, Data, Metrics, Optim, Select, Train
+from bakeoff.apps.train.metrics import read_metrics
+from bakeoff.apps.train.step import Stepper
 from bakeoff.causal import CausalityError
 from bakeoff.graphs import forbid_sync
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.llm_med import LLMMed
 from bakeoff.select import using
-from bakeoff.train import TrainError, loop, resolve, train
-from bakeoff.train.checkpoint import latest
-from bakeoff.train.config import Config, Data, Metrics, Optim, Select, Train
-from bakeoff.train.metrics import read_metrics
-from bakeoff.train.step import Stepper
 
 # Read by cuBLAS when it starts; deterministic mode asks for it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -17,9 +17,9 @@ from bakeoff.ops.byte_spectral.autograd import byte_spectral as triton_candidate
 from bakeoff.ops.byte_spectral.plain import eager, loop, rfft
 from bakeoff.ops.byte_spectral.reference import EPS
 from bakeoff.ops.byte_spectral.reference import byte_spectral as reference
-from bakeoff.select.op import Case, TensorMeta
-from bakeoff.select.poison import Poison
-from bakeoff.select.verify import verify, yardsticks
+from bakeoff.select.contests.poison import Poison
+from bakeoff.select.contests.verify import verify, yardsticks
+from bakeoff.select.declare.op import Case, TensorMeta
 
 KINDS = ("magnitude", "log", "complex")
 

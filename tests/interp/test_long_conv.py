@@ -15,9 +15,9 @@ from bakeoff.ops.long_conv.op import MOST_TAPS_MAJOR
 from bakeoff.ops.long_conv.plan import Plan, plan
 from bakeoff.ops.long_conv.reference import long_conv as reference
 from bakeoff.ops.long_conv.rows import room_like, rows, unpack
-from bakeoff.select.op import TensorMeta
-from bakeoff.select.poison import Poison
-from bakeoff.select.verify import verify, yardsticks
+from bakeoff.select.contests.poison import Poison
+from bakeoff.select.contests.verify import verify, yardsticks
+from bakeoff.select.declare.op import TensorMeta
 from tests.interp.emulated import emulate
 
 # Relative to the largest element: roundings of operands and of the result.

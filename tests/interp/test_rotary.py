@@ -14,7 +14,7 @@ from bakeoff.ops.rotary import rotary_tables
 from bakeoff.ops.rotary.autograd import rotary as triton_rotary
 from bakeoff.ops.rotary.plain import eager
 from bakeoff.ops.rotary.reference import reference
-from bakeoff.select.poison import Poison
+from bakeoff.select.contests.poison import Poison
 
 # Unit roundoff of the result, times the two roundings of a float32 product sum.
 BOUND = {torch.float32: 3e-7, torch.float16: 6e-4}

@@ -12,9 +12,9 @@ from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.spectral_filter import OP, spectral_filter
 from bakeoff.ops.spectral_filter.plain import eager
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
-from bakeoff.select.op import Case, TensorMeta
-from bakeoff.select.poison import Poison
-from bakeoff.select.verify import verify, yardsticks
+from bakeoff.select.contests.poison import Poison
+from bakeoff.select.contests.verify import verify, yardsticks
+from bakeoff.select.declare.op import Case, TensorMeta
 from tests.interp.emulated import emulate
 
 FORMS = pytest.mark.parametrize("fn", [reference, eager])

@@ -16,8 +16,8 @@ from bakeoff.ops.swiglu.autograd import swiglu as candidate
 from bakeoff.ops.swiglu.op import OP
 from bakeoff.ops.swiglu.plain import eager
 from bakeoff.ops.swiglu.reference import swiglu as reference
-from bakeoff.select.poison import Poison
-from bakeoff.select.verify import verify, yardsticks
+from bakeoff.select.contests.poison import Poison
+from bakeoff.select.contests.verify import verify, yardsticks
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 IMPLEMENTATIONS = pytest.mark.parametrize(

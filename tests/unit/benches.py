@@ -6,10 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from bakeoff.bench import published
-from bakeoff.bench.results import Env
-from bakeoff.select import Case, Op, Verdict, find_op, side_by_side
-from bakeoff.select.key import key
+from bakeoff.apps.bench import published
+from bakeoff.apps.bench.results import Env
+from bakeoff.select import Case, Op, Verdict, find_op
+from bakeoff.select.contests import side_by_side
+from bakeoff.select.declare.key import key
 from tests.unit.verdicts import DATE, made
 
 ONE = "256,1000]"  # names one case of rms_norm's grid on the CPU

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bakeoff.select.compiled import compiler_missing
+from bakeoff.select.declare.compiled import compiler_missing
 from tests.unit import zoo
 
 _missing = compiler_missing(zoo.case())

@@ -13,7 +13,7 @@ import bakeoff
 from bakeoff.ops.adamw import adamw_, global_norm
 from bakeoff.ops.adamw.group import join, split
 from bakeoff.ops.adamw.op import NORM, OP, norm_case, update_case
-from bakeoff.select.contest import contest
+from bakeoff.select.contests.contest import contest
 from tests.unit.test_adamw import ALL, SHAPES, distance
 
 

@@ -11,22 +11,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from bakeoff.bench import (
+from bakeoff.apps.bench import (
     benchmark_rms_norm,
     benchmark_rotary,
     contests,
     manual_kernel_benchmark,
     results,
 )
-from bakeoff.bench.exact import exact
-from bakeoff.bench.results import File, ResultsError
-from bakeoff.bench.suites import CPU_ELEMENTS, Cell, cells, cpu_cases, shrunk
+from bakeoff.apps.bench.exact import exact
+from bakeoff.apps.bench.results import File, ResultsError
+from bakeoff.apps.bench.suites import CPU_ELEMENTS, Cell, cells, cpu_cases, shrunk
+from bakeoff.apps.render import selection_table
 from bakeoff.errors import ContestError
 from bakeoff.select import Case, Explanation, Op, TensorMeta, Verdict, find_op
-from bakeoff.select.key import key, layout
-from bakeoff.select.op import resolve
-from bakeoff.select.render import selection_table
-from bakeoff.select.side_by_side import Workers
+from bakeoff.select.contests.side_by_side import Workers
+from bakeoff.select.declare.key import key, layout
+from bakeoff.select.declare.op import resolve
 from tests.unit.benches import ONE, STEP, FakeWorker, environment
 from tests.unit.benches import rms_norm as rms_norm
 from tests.unit.benches import worker as worker
@@ -116,7 +116,7 @@ def test_exact_twin(rms_norm: Op) -> None:
     assert resolve(twin.home) is twin  # a worker process finds it
     assert find_op("rms_norm") is rms_norm
     with pytest.raises(AttributeError, match="no attribute 'rms_nrom'"):
-        resolve("bakeoff.bench.exact:rms_nrom")
+        resolve("bakeoff.apps.bench.exact:rms_nrom")
 
 
 # Files -----------------------------------------------------------------------------------------------------
@@ -457,7 +457,7 @@ def test_other_settings_are_checked(arguments: dict[str, Any], message: str) -> 
 def test_selection_table(rms_norm: Op, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
-    from bakeoff.select.render import explained
+    from bakeoff.apps.render import explained
 
     case = next(cells(rms_norm, "cpu", ONE)).case
     verdict = made(rms_norm, case, {"eager": 2000.0, "compiled": 150.0}, "compiled")

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from bakeoff.bench import (
+from bakeoff.apps.bench import (
     contests,
     page,
     readme,
     results,
 )
-from bakeoff.bench.exact import exact
-from bakeoff.bench.results import File
-from bakeoff.bench.suites import Cell, cells
+from bakeoff.apps.bench.exact import exact
+from bakeoff.apps.bench.results import File
+from bakeoff.apps.bench.suites import Cell, cells
 from bakeoff.select import Case, Op
 from tests.unit.benches import ONE, STEP, FakeWorker, environment
 from tests.unit.benches import rms_norm as rms_norm
@@ -157,7 +157,7 @@ def test_readme_command(rms_norm: Op, tmp_path: Path) -> None:
     assert CliRunner().invoke(readme.main, [*words, "--check"]).exit_code == 1
     assert "old" in page.read_text()
     ours = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    subprocess.run([sys.executable, "-m", "bakeoff.bench.readme", *words], check=True, env=ours)
+    subprocess.run([sys.executable, "-m", "bakeoff.apps.bench.readme", *words], check=True, env=ours)
     assert "Stale" not in page.read_text()
     assert CliRunner().invoke(readme.main, [*words, "--check"]).exit_code == 0
     assert page.read_text().startswith(f"before\n{readme.BEGIN}\n**NVIDIA H100")
@@ -182,7 +182,7 @@ def test_page_command(rms_norm: Op, tmp_path: Path) -> None:
     words = [str(path), str(other), "--results", str(folder)]
     done = CliRunner().invoke(page.main, [*words, "--check"])
     assert done.exit_code == 1
-    assert done.stderr == f"{path} is out of date: run python -m bakeoff.bench.page {path}\n"
+    assert done.stderr == f"{path} is out of date: run python -m bakeoff.apps.bench.page {path}\n"
     assert "old" in path.read_text()
     assert CliRunner().invoke(page.main, words).exit_code == 0
     assert "| **10.0** |" in path.read_text()
@@ -217,7 +217,7 @@ def test_pages_know_rows_of_before_some_fields(rms_norm: Op, tmp_path: Path) -> 
 def test_readme_is_up_to_date() -> None:
     page = (ROOT / "README.md").read_text()
     assert readme.replaced(page, readme.render(ROOT / "results")) == page, (
-        "run python -m bakeoff.bench.readme"
+        "run python -m bakeoff.apps.bench.readme"
     )
 
 

@@ -9,18 +9,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from bakeoff.bench import (
+from bakeoff.apps.bench import (
     contests,
     regret,
     results,
     starts,
 )
-from bakeoff.bench.exact import exact
-from bakeoff.bench.suites import Cell, cells
+from bakeoff.apps.bench.exact import exact
+from bakeoff.apps.bench.suites import Cell, cells
 from bakeoff.errors import ContestError
 from bakeoff.select import Case, Op, TensorMeta, registry
-from bakeoff.select.key import key
-from bakeoff.select.measure import Timing
+from bakeoff.select.contests.measure import Timing
+from bakeoff.select.declare.key import key
 from tests.unit.benches import ONE, FakeWorker
 from tests.unit.benches import rms_norm as rms_norm
 from tests.unit.benches import worker as worker

@@ -15,11 +15,11 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from bakeoff.apps.train import checkpoint, train
+from bakeoff.apps.train.checkpoint import CheckpointError, State, latest, load, load_run, save, steps
+from bakeoff.apps.train.config import Config, resolve
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.llm_med import LLMMed
-from bakeoff.train import checkpoint, train
-from bakeoff.train.checkpoint import CheckpointError, State, latest, load, load_run, save, steps
-from bakeoff.train.config import Config, resolve
 
 CONFIG = Config(model=ModelConfig(d_model=16, layers=1, heads=2, max_seq_len=8))
 

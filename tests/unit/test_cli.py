@@ -17,13 +17,15 @@ from click.testing import CliRunner, Result
 
 import bakeoff
 from bakeoff import hardware
-from bakeoff.bench.notation import read_case, split_key, write_case
-from bakeoff.bench.suites import cells
-from bakeoff.cli import main
+from bakeoff.apps.bench.notation import read_case, split_key, write_case
+from bakeoff.apps.bench.suites import cells
+from bakeoff.apps.cli import main
 from bakeoff.errors import BakeoffError, ContestError
-from bakeoff.select import Case, Op, Verdict, find_op, policy, registry, side_by_side
-from bakeoff.select.key import key
-from bakeoff.select.table import Table, read, write
+from bakeoff.select import Case, Op, Verdict, find_op, registry
+from bakeoff.select.choose import policy
+from bakeoff.select.choose.table import Table, read, write
+from bakeoff.select.contests import side_by_side
+from bakeoff.select.declare.key import key
 from tests.unit.benches import FakeWorker
 from tests.unit.verdicts import made, no_verdicts
 
@@ -79,9 +81,7 @@ def keep(path: Path, *verdicts: Verdict, **facts: object) -> Path:
 
 
 def test_only_click_is_imported() -> None:
-    code = (
-        "import sys, bakeoff.cli; print({'torch', 'rich', 'msgspec', 'numpy', 'triton'} & set(sys.modules))"
-    )
+    code = "import sys, bakeoff.apps.cli; print({'torch', 'rich', 'msgspec', 'numpy', 'triton'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OURS)
     assert done.stdout == "set()\n"
 
@@ -206,7 +206,7 @@ def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch)
     def broken(*_: object) -> None:
         raise KeyError("a defect")
 
-    monkeypatch.setattr("bakeoff.cli.listing.run", broken)
+    monkeypatch.setattr("bakeoff.apps.cli.listing.run", broken)
     assert isinstance(cli("ops").exception, KeyError)
 
 
@@ -283,7 +283,7 @@ def test_a_prompt_that_is_no_text_is_taken_as_its_bytes(text: Path) -> None:
 def test_generated_text_cannot_drive_the_terminal() -> None:
     import torch
 
-    from bakeoff.cli.generating import continuation
+    from bakeoff.apps.cli.generating import continuation
 
     class Parrot(torch.nn.Linear):
         def stream(self, ids: torch.Tensor, max_new: int, **sampling: object) -> Iterator[torch.Tensor]:
@@ -329,7 +329,7 @@ def test_a_number_makes_the_key_that_calls_make(cache: Path) -> None:
 
 def test_explain_holds_no_contest_that_the_table_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[str] = []
-    monkeypatch.setattr("bakeoff.cli.explaining._tune", lambda op, case, regime: held.append(regime))
+    monkeypatch.setattr("bakeoff.apps.cli.explaining._tune", lambda op, case, regime: held.append(regime))
     words = ["explain", "rms_norm", "x=fp32[4,8]", "--device", "cpu", "--tune"]
     ok(*words)
     assert held == ["eager"]
@@ -572,7 +572,7 @@ def test_ctrl_c_while_tuning(cache: Path, text: Path) -> None:
         while not workers and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.02)
             found = children.read_text().split() if children.exists() else []
-            workers = [child for child in found if b"bakeoff.select.worker" in command_line(child)]
+            workers = [child for child in found if b"bakeoff.select.contests.worker" in command_line(child)]
         assert workers, process.communicate(timeout=60)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)

@@ -17,10 +17,10 @@ import torch
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-import bakeoff.compare as comparing
-from bakeoff.bench import results
-from bakeoff.cli import main
-from bakeoff.compare import (
+import bakeoff.apps.compare as comparing
+from bakeoff.apps.bench import results
+from bakeoff.apps.cli import main
+from bakeoff.apps.compare import (
     CompareError,
     Document,
     Run,
@@ -37,16 +37,16 @@ from bakeoff.compare import (
     table,
     winner,
 )
-from bakeoff.compare.document import write
-from bakeoff.compare.judge import t_quantile
-from bakeoff.compare.lengths import sized
-from bakeoff.compare.page import filled
-from bakeoff.compare.page import main as page_command
+from bakeoff.apps.compare.document import write
+from bakeoff.apps.compare.judge import t_quantile
+from bakeoff.apps.compare.lengths import sized
+from bakeoff.apps.compare.page import filled
+from bakeoff.apps.compare.page import main as page_command
+from bakeoff.apps.train import ConfigError, resolve
+from bakeoff.apps.train import Result as TrainResult
+from bakeoff.apps.train.checkpoint import CheckpointError
+from bakeoff.apps.train.data import Batches, ByteCorpus, split
 from bakeoff.models import build
-from bakeoff.train import ConfigError, resolve
-from bakeoff.train import Result as TrainResult
-from bakeoff.train.checkpoint import CheckpointError
-from bakeoff.train.data import Batches, ByteCorpus, split
 from tests.unit.verdicts import no_verdicts
 
 SMALL = [
@@ -640,9 +640,9 @@ ROOT = Path(__file__).parents[2]
 )
 def test_pages_say_what_the_results_say(path: Path) -> None:
     text = path.read_text("utf-8")
-    assert filled(text, ROOT) == text, f"run python -m bakeoff.compare.page {path.name}"
+    assert filled(text, ROOT) == text, f"run python -m bakeoff.apps.compare.page {path.name}"
     for name in re.findall(r"\]\((images/[^)]+)\)", text):
-        assert (path.parent / name).exists(), f"run python -m bakeoff.compare.page {path.name}"
+        assert (path.parent / name).exists(), f"run python -m bakeoff.apps.compare.page {path.name}"
         assert text.count(f"({name})") == 1, "a picture of two comparisons"
 
 

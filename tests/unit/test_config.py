@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakeoff.models import byte_spectral, llm_med
-from bakeoff.train.config import (
+from bakeoff.apps.train.config import (
     Config,
     ConfigError,
     Data,
@@ -21,7 +20,8 @@ from bakeoff.train.config import (
     to_toml,
     to_tree,
 )
-from bakeoff.train.recipes import RECIPES, recipe
+from bakeoff.apps.train.recipes import RECIPES, recipe
+from bakeoff.models import byte_spectral, llm_med
 
 
 def test_later_layers_win(tmp_path: Path) -> None:

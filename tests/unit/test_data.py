@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakeoff.train import data
-from bakeoff.train.data import (
+from bakeoff.apps.train import data
+from bakeoff.apps.train.data import (
     Batches,
     ByteCorpus,
     DataError,

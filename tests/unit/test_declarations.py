@@ -13,8 +13,8 @@ import torch
 
 import bakeoff
 from bakeoff.select import Case, Cost, Op, TensorMeta, find_op, registry
-from bakeoff.select.draw import inputs
-from bakeoff.select.key import REGIMES, key
+from bakeoff.select.contests.draw import inputs
+from bakeoff.select.declare.key import REGIMES, key
 
 importlib.import_module("bakeoff.ops")
 OPS = Path(bakeoff.__file__).parent / "ops"

@@ -13,16 +13,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 import bakeoff
-from bakeoff.cli import main
-from bakeoff.cli.demo import GPU_BYTES_PER_S, demo_configs
-from bakeoff.cli.training import program
-from bakeoff.compare import parameters
+from bakeoff.apps.cli import main
+from bakeoff.apps.cli.demo import GPU_BYTES_PER_S, demo_configs
+from bakeoff.apps.cli.training import program
+from bakeoff.apps.compare import parameters
+from bakeoff.apps.train import Config, load_run
+from bakeoff.apps.train import train as trained
+from bakeoff.apps.train.checkpoint import steps
+from bakeoff.apps.train.data import ByteCorpus
+from bakeoff.apps.train.run import Run
 from bakeoff.select import TuneReport
-from bakeoff.train import Config, load_run
-from bakeoff.train import train as trained
-from bakeoff.train.checkpoint import steps
-from bakeoff.train.data import ByteCorpus
-from bakeoff.train.run import Run
 from tests.unit.verdicts import no_verdicts
 
 
@@ -48,9 +48,9 @@ def text(tmp_path: Path) -> Path:
 def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine is looked at, and no contest held."""
     report = TuneReport((), 1, {}, 10.0)
-    monkeypatch.setattr("bakeoff.cli.doctor.examine", lambda device: None)
-    monkeypatch.setattr("bakeoff.cli.doctor.show", lambda report, out: None)
-    monkeypatch.setattr("bakeoff.cli.demo.rehearsed", lambda *_, **__: (report, "cpu"))
+    monkeypatch.setattr("bakeoff.apps.cli.doctor.examine", lambda device: None)
+    monkeypatch.setattr("bakeoff.apps.cli.doctor.show", lambda report, out: None)
+    monkeypatch.setattr("bakeoff.apps.cli.demo.rehearsed", lambda *_, **__: (report, "cpu"))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def nothing_long(monkeypatch: pytest.MonkeyPatch) -> None:
     def begun(device: str) -> None:
         raise AssertionError("something long began")
 
-    monkeypatch.setattr("bakeoff.cli.doctor.examine", begun)
+    monkeypatch.setattr("bakeoff.apps.cli.doctor.examine", begun)
 
 
 def demo(*arguments: object) -> Result:
@@ -150,7 +150,7 @@ def short(config: Config, count: int = 2, **options: object) -> object:
 
 @pytest.mark.usefixtures("untuned")
 def test_it_trains_both_and_shows_what_came_of_it(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bakeoff.cli.demo.train", short)
+    monkeypatch.setattr("bakeoff.apps.cli.demo.train", short)
     monkeypatch.setattr(sys, "argv", ["bin/bakeoff"])
     done = demo("--data", text.relative_to(Path.cwd()), "--out", "my demo")
     assert done.exit_code == 0, done.output
@@ -178,7 +178,7 @@ def test_an_interruption_says_how_to_go_on(text: Path, monkeypatch: pytest.Monke
         ticks: list[int] = []
         return short(config, 1000, clock=clock, **options)
 
-    monkeypatch.setattr("bakeoff.cli.demo.train", interrupted)
+    monkeypatch.setattr("bakeoff.apps.cli.demo.train", interrupted)
     monkeypatch.setattr(sys, "argv", ["bin/bakeoff"])
     done = demo("--data", text, "--out", "my demo")
     assert done.exit_code == 130, done.output
@@ -204,7 +204,7 @@ def test_an_interruption_once_a_run_is_over_ends_the_demo(
             signal.raise_signal(signal.SIGINT)
         return measure(run)
 
-    monkeypatch.setattr("bakeoff.cli.demo.train", lambda config, **options: short(config, 3, **options))
+    monkeypatch.setattr("bakeoff.apps.cli.demo.train", lambda config, **options: short(config, 3, **options))
     monkeypatch.setattr(Run, "evaluate", measured)
     done = demo("--data", text, "--out", "out")
     assert done.exit_code == 130, done.output
@@ -218,7 +218,7 @@ def test_an_interruption_before_the_first_step_has_no_way_on(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unstarted = SimpleNamespace(checkpoint=None, stopped="SIGTERM", signal="SIGTERM")
-    monkeypatch.setattr("bakeoff.cli.demo.train", lambda *_, **__: unstarted)
+    monkeypatch.setattr("bakeoff.apps.cli.demo.train", lambda *_, **__: unstarted)
     done = demo("--data", text, "--out", "out")
     assert done.exit_code == 130
     assert "to finish" not in done.stdout

@@ -10,10 +10,11 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from bakeoff import hardware
-from bakeoff.bench.notation import read_case
-from bakeoff.cli import doctor, main
-from bakeoff.select import find_op, policy
-from bakeoff.select.table import Table, write
+from bakeoff.apps.bench.notation import read_case
+from bakeoff.apps.cli import doctor, main
+from bakeoff.select import find_op
+from bakeoff.select.choose import policy
+from bakeoff.select.choose.table import Table, write
 from tests.unit.verdicts import made
 
 CPU = doctor.Machine(

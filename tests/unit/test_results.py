@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from bakeoff import compare
+from bakeoff.apps import compare
 from bakeoff.select import Candidate, find_op, registry
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +158,7 @@ def _wrong(row: OpRow, stale: str) -> list[str]:
     elif _changed(row, candidate) and not re.search(rf"\b{row.op} {row.candidate}\b", stale):
         found.append(
             f"{row.op} {row.candidate} measured source {row.source_hash}, here is {candidate.source_hash}: "
-            f"run `bakeoff bench` again, or `python -m bakeoff.bench.readme`, which marks it stale"
+            f"run `bakeoff bench` again, or `python -m bakeoff.apps.bench.readme`, which marks it stale"
         )
     return found
 

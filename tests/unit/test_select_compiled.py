@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from bakeoff.select import compiled as module
-from bakeoff.select.compiled import compiled, compiler_missing, unlinkable
+from bakeoff.select.declare import compiled as module
+from bakeoff.select.declare.compiled import compiled, compiler_missing, unlinkable
 from tests.unit import zoo
 from tests.unit.compiler import needs_compiler
 

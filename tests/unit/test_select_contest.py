@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from bakeoff.errors import ContestError
-from bakeoff.select.contest import DeviceLost, contest, regimes_of
-from bakeoff.select.key import key
-from bakeoff.select.measure import HostTimer, Timer
-from bakeoff.select.op import Candidate, Case, Op, TensorMeta, _distributions, package_version
-from bakeoff.select.verdict import Trial, Verdict
+from bakeoff.select.contests.contest import DeviceLost, contest, regimes_of
+from bakeoff.select.contests.measure import HostTimer, Timer
+from bakeoff.select.contests.verdict import Trial, Verdict
+from bakeoff.select.declare.key import key
+from bakeoff.select.declare.op import Candidate, Case, Op, TensorMeta, _distributions, package_version
 from tests.unit import zoo
 from tests.unit.compiler import needs_compiler
 
@@ -266,7 +266,7 @@ def test_a_baseline_is_measured_for_the_record_and_never_chosen() -> None:
 
 def test_who_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What can't be weighed is left out, and nobody is weighed on the CPU."""
-    module = importlib.import_module("bakeoff.select.contest")
+    module = importlib.import_module("bakeoff.select.contests.contest")
     op, case, said = zoo.op(), zoo.case(4, 8), []
     assert module._peaks(op, case, ["eager"], said.append) == {}
     answers = {"eager": 512}

@@ -17,12 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bakeoff import ops
 from bakeoff.errors import PolicyError, Unsupported
-from bakeoff.select import dispatch as dispatch_module
-from bakeoff.select import hot, policy
-from bakeoff.select.key import key
-from bakeoff.select.op import Candidate, Case, Op, find_op
-from bakeoff.select.policy import using
-from bakeoff.select.tune import recording
+from bakeoff.select.choose import dispatch as dispatch_module
+from bakeoff.select.choose import hot, policy
+from bakeoff.select.choose.policy import using
+from bakeoff.select.choose.tune import recording
+from bakeoff.select.declare.key import key
+from bakeoff.select.declare.op import Candidate, Case, Op, find_op
 from tests.unit import zoo
 from tests.unit.test_select_policy import learn, noting, ran
 from tests.unit.verdicts import no_verdicts

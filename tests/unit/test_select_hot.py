@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from bakeoff.errors import PolicyError
-from bakeoff.select import dispatch as dispatch_module
-from bakeoff.select import hot
-from bakeoff.select.key import key
-from bakeoff.select.op import Op
-from bakeoff.select.policy import using
-from bakeoff.select.tune import recording
+from bakeoff.select.choose import dispatch as dispatch_module
+from bakeoff.select.choose import hot
+from bakeoff.select.choose.policy import using
+from bakeoff.select.choose.tune import recording
+from bakeoff.select.declare.key import key
+from bakeoff.select.declare.op import Op
 from tests.unit import zoo
 from tests.unit.test_select_dispatch import CountingDispatch, who
 from tests.unit.test_select_dispatch import _empty as _empty

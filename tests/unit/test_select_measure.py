@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakeoff import hardware
-from bakeoff.select.measure import MARGIN, HostTimer, Timing, input_sets, interleave, work
-from bakeoff.select.op import Case, TensorMeta
-from bakeoff.select.verdict import TIE, Trial, decide
-from bakeoff.select.worker import Worker
+from bakeoff.select.contests.measure import MARGIN, HostTimer, Timing, input_sets, interleave, work
+from bakeoff.select.contests.verdict import TIE, Trial, decide
+from bakeoff.select.contests.worker import Worker
+from bakeoff.select.declare.op import Case, TensorMeta
 from tests.unit import zoo
 
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from bakeoff.select.key import key
-from bakeoff.select.op import Candidate
+from bakeoff.select.declare.key import key
+from bakeoff.select.declare.op import Candidate
 from tests.unit import zoo
 
 ROOT = Path(__file__).parents[2]
 
 NOTEBOOK = """
     import sys, torch, bakeoff
-    from bakeoff.select.op import Candidate, Cost, Op
+    from bakeoff.select.declare.op import Candidate, Cost, Op
     def reference(x: torch.Tensor) -> torch.Tensor: return x.clamp(min=0)
     def slow(x):
         for _ in range(40): y = torch.relu(x) + 0

@@ -15,13 +15,13 @@ import torch
 import bakeoff
 from bakeoff import hardware
 from bakeoff.errors import PolicyError, TableError, Unsupported
-from bakeoff.select import hot, policy
-from bakeoff.select.key import key
-from bakeoff.select.measure import Timing
-from bakeoff.select.op import Candidate, Op
-from bakeoff.select.policy import Settings, configure, current, using
-from bakeoff.select.table import Table, read, write
-from bakeoff.select.verdict import Trial, Verdict
+from bakeoff.select.choose import hot, policy
+from bakeoff.select.choose.policy import Settings, configure, current, using
+from bakeoff.select.choose.table import Table, read, write
+from bakeoff.select.contests.measure import Timing
+from bakeoff.select.contests.verdict import Trial, Verdict
+from bakeoff.select.declare.key import key
+from bakeoff.select.declare.op import Candidate, Op
 from tests.unit import zoo
 
 ran: list[str] = []
@@ -124,7 +124,7 @@ def test_tune_holds_a_contest_on_a_miss_and_once(op: Op, monkeypatch: pytest.Mon
         held.append(regime)
         policy.store.add([verdict(op, "two")], "cpu")
 
-    monkeypatch.setattr("bakeoff.select.dispatch.settle", settle)
+    monkeypatch.setattr("bakeoff.select.choose.dispatch.settle", settle)
     with using("tune"):
         assert call(op) == "two"
         assert call(op) == "two"
@@ -206,7 +206,7 @@ def test_an_argument_counts_before_a_block_before_configure(op: Op) -> None:
 
 def test_the_environment_sets_the_policy_and_everything_else_overrides_it() -> None:
     code = (
-        "import bakeoff\nfrom bakeoff.select.policy import current\nprint(current().policy)\n"
+        "import bakeoff\nfrom bakeoff.select.choose.policy import current\nprint(current().policy)\n"
         "bakeoff.configure('off')\nprint(current().policy)\n"
         "with bakeoff.using('heuristic'): print(current().policy)"
     )

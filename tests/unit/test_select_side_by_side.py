@@ -13,9 +13,9 @@ import pytest
 
 from bakeoff import hardware
 from bakeoff.errors import ContestError
-from bakeoff.select import side_by_side
-from bakeoff.select.contest import contest
-from bakeoff.select.side_by_side import Wanted, Workers, fitting
+from bakeoff.select.contests import side_by_side
+from bakeoff.select.contests.contest import contest
+from bakeoff.select.contests.side_by_side import Wanted, Workers, fitting
 from tests.unit import zoo
 
 Ready = Callable[[], None]

@@ -20,13 +20,13 @@ import pytest
 
 from bakeoff import hardware
 from bakeoff.errors import TableError
-from bakeoff.select import table as tables
-from bakeoff.select.key import key
-from bakeoff.select.measure import Timing
-from bakeoff.select.op import Candidate, Op
-from bakeoff.select.table import Store, Table, cache_dir, read, write
-from bakeoff.select.verdict import Trial, Verdict
-from bakeoff.select.verify import Errors
+from bakeoff.select.choose import table as tables
+from bakeoff.select.choose.table import Store, Table, cache_dir, read, write
+from bakeoff.select.contests.measure import Timing
+from bakeoff.select.contests.verdict import Trial, Verdict
+from bakeoff.select.contests.verify import Errors
+from bakeoff.select.declare.key import key
+from bakeoff.select.declare.op import Candidate, Op
 from tests.unit import zoo
 
 ROOT = Path(__file__).parents[2]
@@ -473,7 +473,7 @@ KILLED = """
     import os, sys
     sys.path[:0] = [{source!r}, {root!r}]
     from tests.unit import test_select_table as t
-    from bakeoff.select.table import Store
+    from bakeoff.select.choose.table import Store
     if {inside}:
         replace = os.replace
         os.replace = lambda *a: (print("half", flush=True), __import__("time").sleep(60))

@@ -15,18 +15,18 @@ import torch
 
 import bakeoff
 from bakeoff.errors import ContestError, PolicyError
-from bakeoff.select import policy
-from bakeoff.select.key import key
-from bakeoff.select.op import Candidate, Op
-from bakeoff.select.policy import using
-from bakeoff.select.side_by_side import Outcome, Wanted
-from bakeoff.select.table import Table, read, write
-from bakeoff.select.tune import TuneReport, recordings, tune
+from bakeoff.select.choose import policy
+from bakeoff.select.choose.policy import using
+from bakeoff.select.choose.table import Table, read, write
+from bakeoff.select.choose.tune import TuneReport, recordings, tune
+from bakeoff.select.contests.side_by_side import Outcome, Wanted
+from bakeoff.select.declare.key import key
+from bakeoff.select.declare.op import Candidate, Op
 from tests.unit import test_select_policy as toys
 from tests.unit import zoo
 from tests.unit.verdicts import no_verdicts
 
-module = __import__("sys").modules["bakeoff.select.tune"]
+module = __import__("sys").modules["bakeoff.select.choose.tune"]
 
 
 @pytest.fixture(autouse=True)

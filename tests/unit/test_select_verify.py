@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from bakeoff.errors import ContestError
-from bakeoff.select.contest import contest
-from bakeoff.select.draw import cotangent, inputs
-from bakeoff.select.op import Candidate, Case, Op, TensorMeta
-from bakeoff.select.poison import Poison, fenced, unchanged
-from bakeoff.select.verdict import Trial, Verdict
-from bakeoff.select.verify import Rejected, _errors, _evenness, _reference, verify, yardsticks
+from bakeoff.select.contests.contest import contest
+from bakeoff.select.contests.draw import cotangent, inputs
+from bakeoff.select.contests.poison import Poison, fenced, unchanged
+from bakeoff.select.contests.verdict import Trial, Verdict
+from bakeoff.select.contests.verify import Rejected, _errors, _evenness, _reference, verify, yardsticks
+from bakeoff.select.declare.op import Candidate, Case, Op, TensorMeta
 from tests.unit import zoo
 
 
@@ -270,7 +270,7 @@ def test_the_reference_in_pieces_equals_the_reference_in_one(monkeypatch: pytest
     args = inputs(op, case, 0)
     dy = cotangent(args[0].detach(), args, 1)
     whole = _reference(op, args, [dy], ["x", "w"])
-    monkeypatch.setattr("bakeoff.select.verify._PIECE", 7 * 16)
+    monkeypatch.setattr("bakeoff.select.contests.verify._PIECE", 7 * 16)
     pieces = _reference(op, args, [dy], ["x", "w"])
     assert whole.keys() == pieces.keys() == {"output", "gradient of x", "gradient of w"}
     for name, tensor in whole.items():

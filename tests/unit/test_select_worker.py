@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from bakeoff.errors import ContestError
-from bakeoff.select.op import Candidate, resolve
-from bakeoff.select.verdict import Trial, Verdict
-from bakeoff.select.worker import Worker, home_of
+from bakeoff.select.contests.verdict import Trial, Verdict
+from bakeoff.select.contests.worker import Worker, home_of
+from bakeoff.select.declare.op import Candidate, resolve
 from tests.unit import zoo
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +151,7 @@ def test_a_verdict_keeps_the_hash_of_the_source_it_was_measured_on(
 ) -> None:
     """Edited after this process read it, and before the worker did."""
     text = """
-        from bakeoff.select.op import Candidate
+        from bakeoff.select.declare.op import Candidate
         from tests.unit import zoo
         call = zoo.good
         OP = zoo.op(Candidate("edited", "zoo_edited_later:call"), home="zoo_edited_later:OP")
@@ -183,7 +183,7 @@ def test_nothing_is_left_of_a_worker() -> None:
 
 SCRIPT = """
     import sys, threading
-    from bakeoff.select.worker import Worker
+    from bakeoff.select.contests.worker import Worker
     from tests.unit import zoo
     worker = Worker(announce=lambda stage: print(stage, worker.process.pid, flush=True))
     with worker:

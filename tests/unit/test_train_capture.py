@@ -10,13 +10,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from bakeoff.apps.train import ConfigError, TrainError, loop, resolve, step, train
+from bakeoff.apps.train.config import Config, Data, Select, Train
+from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.graphs import NotCapturable
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.parallel import World
-from bakeoff.select.policy import current
-from bakeoff.train import ConfigError, TrainError, loop, resolve, step, train
-from bakeoff.train.config import Config, Data, Select, Train
-from bakeoff.train.metrics import read_metrics
+from bakeoff.select.choose.policy import current
 
 
 @pytest.fixture

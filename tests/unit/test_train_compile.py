@@ -10,12 +10,12 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from bakeoff.bench import step as suite
-from bakeoff.cli import main
+from bakeoff.apps.bench import step as suite
+from bakeoff.apps.cli import main
+from bakeoff.apps.train import resolve, train
+from bakeoff.apps.train.config import Config, Data, Metrics, Select, Train
+from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.models.llm_med import Config as ModelConfig
-from bakeoff.train import resolve, train
-from bakeoff.train.config import Config, Data, Metrics, Select, Train
-from bakeoff.train.metrics import read_metrics
 from tests.unit.compiler import needs_compiler
 
 

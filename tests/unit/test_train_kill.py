@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from bakeoff.apps.train import checkpoint
+from bakeoff.apps.train.checkpoint import State, latest, steps
+from bakeoff.apps.train.config import Config, Data, Metrics, Optim, Select, Train, to_toml
+from bakeoff.apps.train.metrics import read_metrics
+from bakeoff.apps.train.signals import Stopped, StopSignals
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.llm_med import LLMMed
-from bakeoff.train import checkpoint
-from bakeoff.train.checkpoint import State, latest, steps
-from bakeoff.train.config import Config, Data, Metrics, Optim, Select, Train, to_toml
-from bakeoff.train.metrics import read_metrics
-from bakeoff.train.signals import Stopped, StopSignals
 
 KILLS = 25
 LIMIT_S = 240  # for what takes seconds on a machine with nothing else to do
@@ -32,7 +32,7 @@ PROGRAM = """
     import glob, os, random, signal, sys, time
     import torch
     torch.set_num_threads(1)
-    from bakeoff.train import Config, resolve, train
+    from bakeoff.apps.train import Config, resolve, train
 
     file, whole, killed, kills = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 
@@ -188,7 +188,7 @@ def started(command: list[str], sign: Callable[[], bool]) -> Iterator[subprocess
 HEARING = """
     import signal
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    from bakeoff.cli import main
+    from bakeoff.apps.cli import main
     main()
 """
 
@@ -267,8 +267,8 @@ def test_training_outlives_all_its_output(settings: Path, tmp_path: Path) -> Non
 LINGERING = """
     import sys, time
     from pathlib import Path
-    from bakeoff.cli import main
-    from bakeoff.train import loop
+    from bakeoff.apps.cli import main
+    from bakeoff.apps.train import loop
 
     place, sign = sys.argv.pop(1), Path(sys.argv.pop(1))
     measure, seen = loop.Stepper.bits_per_byte, []

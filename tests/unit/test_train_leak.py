@@ -8,14 +8,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from bakeoff.apps.train import leak, loop, train
+from bakeoff.apps.train.config import Config, Data, Metrics, Select, Train
+from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.causal import CausalityError
 from bakeoff.errors import PolicyError
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.llm_med import LLMMed
 from bakeoff.select import using
-from bakeoff.train import leak, loop, train
-from bakeoff.train.config import Config, Data, Metrics, Select, Train
-from bakeoff.train.metrics import read_metrics
 
 QUIET = Console(file=io.StringIO())
 MODEL = ModelConfig(d_model=16, layers=1, heads=2, max_seq_len=32, dropout=0.1)

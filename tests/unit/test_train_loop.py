@@ -17,9 +17,7 @@ import torch
 from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bakeoff.errors import PolicyError, Unsupported
-from bakeoff.models.llm_med import Config as ModelConfig
-from bakeoff.train import (
+from bakeoff.apps.train import (
     ConfigError,
     DataError,
     TrainError,
@@ -31,11 +29,13 @@ from bakeoff.train import (
     selection,
     train,
 )
-from bakeoff.train.checkpoint import CheckpointError, State, latest
-from bakeoff.train.config import Config, Metrics, Optim, Select, Train, to_toml
-from bakeoff.train.config import Data as DataConfig
-from bakeoff.train.metrics import read_metrics
-from bakeoff.train.step import Stepper
+from bakeoff.apps.train.checkpoint import CheckpointError, State, latest
+from bakeoff.apps.train.config import Config, Metrics, Optim, Select, Train, to_toml
+from bakeoff.apps.train.config import Data as DataConfig
+from bakeoff.apps.train.metrics import read_metrics
+from bakeoff.apps.train.step import Stepper
+from bakeoff.errors import PolicyError, Unsupported
+from bakeoff.models.llm_med import Config as ModelConfig
 
 TEXT = "".join(f"line {n}: the quick brown fox jumps over {n % 7} lazy dogs\n" for n in range(400))
 QUIET = Console(file=io.StringIO())
@@ -260,8 +260,8 @@ def test_a_killed_run_repeats_what_it_lost(base: Config, tmp_path: Path) -> None
     train(whole, console=QUIET)
     program = """
         import os, signal, sys
-        from bakeoff.train import loop, resolve, train
-        from bakeoff.train.config import Config
+        from bakeoff.apps.train import loop, resolve, train
+        from bakeoff.apps.train.config import Config
         class Killed(loop.Stepper):
             def __call__(self, rows, lr):
                 super().__call__(rows, lr)

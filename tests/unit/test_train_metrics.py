@@ -21,11 +21,11 @@ import pytest
 from rich.console import Console
 
 from bakeoff import hardware
+from bakeoff.apps.train import loop, train
+from bakeoff.apps.train.config import Config, Data, Metrics, Select, Train
+from bakeoff.apps.train.metrics import JsonLines, MetricsError, MetricsLog, line, read_metrics
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.llm_med import LLMMed
-from bakeoff.train import loop, train
-from bakeoff.train.config import Config, Data, Metrics, Select, Train
-from bakeoff.train.metrics import JsonLines, MetricsError, MetricsLog, line, read_metrics
 
 TRAIN = {
     "event": "train", "step": 20, "loss": 2.0, "bits_per_byte": 2.885, "grad_norm": 0.5, "lr": 1e-3,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from bakeoff.apps.train import load_run, resolve
+from bakeoff.apps.train.checkpoint import State, save, steps
+from bakeoff.apps.train.config import Config, Data, Metrics, Optim, Train, from_saved, to_tree
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.llm_med import LLMMed
-from bakeoff.train import load_run, resolve
-from bakeoff.train.checkpoint import State, save, steps
-from bakeoff.train.config import Config, Data, Metrics, Optim, Train, from_saved, to_tree
 
 # Every key as the first trainer wrote it; saved runs hold it, so no line here may ever change.
 FIRST = """

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from bakeoff.select import policy
-from bakeoff.select import table as tables
-from bakeoff.select.key import key
-from bakeoff.select.op import Op
-from bakeoff.select.policy import using
-from bakeoff.train.config import Select
-from bakeoff.train.selection import choices, settle
+from bakeoff.apps.train.config import Select
+from bakeoff.apps.train.selection import choices, settle
+from bakeoff.select.choose import policy
+from bakeoff.select.choose import table as tables
+from bakeoff.select.choose.policy import using
+from bakeoff.select.declare.key import key
+from bakeoff.select.declare.op import Op
 from tests.unit import test_select_policy as toys
 from tests.unit import zoo
 

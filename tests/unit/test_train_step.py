@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
+from bakeoff.apps.train.config import Config, Optim, Train
+from bakeoff.apps.train.step import Stepper, learning_rate, uses_bf16
 from bakeoff.errors import PolicyError
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.llm_med import LLMMed
-from bakeoff.select.policy import using
-from bakeoff.train.config import Config, Optim, Train
-from bakeoff.train.step import Stepper, learning_rate, uses_bf16
+from bakeoff.select.choose.policy import using
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(d_model=16, layers=1, heads=2, max_seq_len=8)

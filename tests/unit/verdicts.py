@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bakeoff.select import Case, Op, Trial, Verdict, policy
-from bakeoff.select.key import key
-from bakeoff.select.measure import Timing
-from bakeoff.select.verify import Errors
+from bakeoff.select import Case, Op, Trial, Verdict
+from bakeoff.select.choose import policy
+from bakeoff.select.contests.measure import Timing
+from bakeoff.select.contests.verify import Errors
+from bakeoff.select.declare.key import key
 
 DATE = "2026-01-02T03:04:05+00:00"
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from bakeoff.select.key import round_rows, with_layout
-from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta, registry
+from bakeoff.select.declare.key import round_rows, with_layout
+from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta, registry
 
 HERE = "tests.unit.zoo"
 

@@ -1,12 +1,12 @@
 """Selection: the fastest correct candidate for each call, measured, verified and remembered."""
 
-from bakeoff.select.agree import agree, tune_together
-from bakeoff.select.contest import contest
-from bakeoff.select.explain import Explanation, explain
-from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta, find_op, registry
-from bakeoff.select.policy import configure, using
-from bakeoff.select.tune import TuneReport, tune
-from bakeoff.select.verdict import Trial, Verdict
+from bakeoff.select.choose.agree import agree, tune_together
+from bakeoff.select.choose.explain import Explanation, explain
+from bakeoff.select.choose.policy import configure, using
+from bakeoff.select.choose.tune import TuneReport, tune
+from bakeoff.select.contests.contest import contest
+from bakeoff.select.contests.verdict import Trial, Verdict
+from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta, find_op, registry
 
 __all__ = [
     "Candidate",

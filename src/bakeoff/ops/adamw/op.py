@@ -16,9 +16,9 @@ from bakeoff.ops.adamw import plain
 from bakeoff.ops.adamw.group import Group, Guard, Hyper, join
 from bakeoff.ops.adamw.reference import adamw as reference
 from bakeoff.ops.adamw.reference import global_norm as norm_reference
-from bakeoff.select.compiled import compiler_missing
-from bakeoff.select.key import round_rows
-from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta, resolve
+from bakeoff.select.declare.compiled import compiler_missing
+from bakeoff.select.declare.key import round_rows
+from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta, resolve
 
 __all__ = ["NORM", "OP", "Norm", "Stacked", "norm_case", "update_case"]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bakeoff.ops.adamw.group import Group, Guard, Hyper
 from bakeoff.ops.adamw.op import NORM, OP, Norm, Stacked, norm_case, update_case
-from bakeoff.select import hot
-from bakeoff.select.dispatch import able, decide
-from bakeoff.select.op import Case, Op
+from bakeoff.select.choose import hot
+from bakeoff.select.choose.dispatch import able, decide
+from bakeoff.select.declare.op import Case, Op
 
 __all__ = ["DTYPES", "guard", "overlap", "update"]
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from bakeoff.ops.byte_spectral.reference import features_of, frequencies, phases, widest
-from bakeoff.select.compiled import compiled as compile_formula
+from bakeoff.select.declare.compiled import compiled as compile_formula
 
 __all__ = ["compiled", "eager", "loop", "rfft"]
 

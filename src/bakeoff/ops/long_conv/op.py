@@ -8,9 +8,9 @@ import torch
 from bakeoff import cuda
 from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.long_conv.reference import long_conv as reference
-from bakeoff.select.compiled import compiler_missing
-from bakeoff.select.key import round_rows, with_layout
-from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
+from bakeoff.select.declare.compiled import compiler_missing
+from bakeoff.select.declare.key import round_rows, with_layout
+from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from bakeoff.ops.long_conv.reference import empty, fast_length, spread, widest
-from bakeoff.select.compiled import compiled as compile_formula
+from bakeoff.select.declare.compiled import compiled as compile_formula
 
 __all__ = ["compiled", "eager"]
 

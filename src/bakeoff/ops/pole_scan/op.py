@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from bakeoff.ops.pole_scan.reference import pole_scan as reference
-from bakeoff.select.compiled import compiler_missing
-from bakeoff.select.key import round_rows, with_layout
-from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
+from bakeoff.select.declare.compiled import compiler_missing
+from bakeoff.select.declare.key import round_rows, with_layout
+from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 

@@ -11,7 +11,7 @@ one of them depends in another way, and gives up after a few.
 import torch
 import torch.nn.functional as F
 
-from bakeoff.select.compiled import compiled as compile_formula
+from bakeoff.select.declare.compiled import compiled as compile_formula
 
 __all__ = ["compiled", "eager", "scan"]
 

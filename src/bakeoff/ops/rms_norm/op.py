@@ -7,9 +7,9 @@ import torch
 
 from bakeoff.ops.rms_norm import peers
 from bakeoff.ops.rms_norm.reference import rms_norm as reference
-from bakeoff.select.compiled import compiler_missing
-from bakeoff.select.key import round_rows, with_layout
-from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
+from bakeoff.select.declare.compiled import compiler_missing
+from bakeoff.select.declare.key import round_rows, with_layout
+from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 

@@ -6,9 +6,9 @@ from math import prod
 import torch
 
 from bakeoff.ops.rotary.reference import reference, rotary_tables
-from bakeoff.select.compiled import compiler_missing
-from bakeoff.select.key import layout, round_rows, with_layout
-from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
+from bakeoff.select.declare.compiled import compiler_missing
+from bakeoff.select.declare.key import layout, round_rows, with_layout
+from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 

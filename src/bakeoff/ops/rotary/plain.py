@@ -3,7 +3,7 @@
 import torch
 
 from bakeoff.ops.rotary.reference import reference, table_rows
-from bakeoff.select.compiled import compiled as compile_formula
+from bakeoff.select.declare.compiled import compiled as compile_formula
 
 __all__ = ["compiled", "eager"]
 

@@ -9,9 +9,9 @@ from bakeoff import cuda
 from bakeoff.ops.long_conv.op import OP as LONG_CONV
 from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
-from bakeoff.select.compiled import compiler_missing
-from bakeoff.select.key import round_rows, with_layout
-from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
+from bakeoff.select.declare.compiled import compiler_missing
+from bakeoff.select.declare.key import round_rows, with_layout
+from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 

@@ -3,7 +3,7 @@
 import torch
 
 from bakeoff.ops.spectral_filter.reference import gains
-from bakeoff.select.compiled import compiled as compile_formula
+from bakeoff.select.declare.compiled import compiled as compile_formula
 
 __all__ = ["compiled", "eager"]
 

@@ -6,9 +6,9 @@ import torch
 
 from bakeoff.ops.swiglu import peers
 from bakeoff.ops.swiglu.reference import swiglu as reference
-from bakeoff.select.compiled import compiler_missing
-from bakeoff.select.key import round_rows, with_layout
-from bakeoff.select.op import Candidate, Case, Cost, Op, TensorMeta
+from bakeoff.select.declare.compiled import compiler_missing
+from bakeoff.select.declare.key import round_rows, with_layout
+from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 

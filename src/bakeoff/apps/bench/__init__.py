@@ -1,0 +1,1 @@
+"""Benchmarks: every candidate and installed peer over each op's grid, and how well the selector chooses."""

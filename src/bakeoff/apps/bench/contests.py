@@ -1,0 +1,83 @@
+"""Suite "ops": a contest for every cell of the ops' grids, all candidates and installed peers in one run."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from bakeoff.apps.bench import results
+from bakeoff.apps.bench.results import File, Row, cell_of, keep, open_file
+from bakeoff.apps.bench.suites import Cell, cells
+from bakeoff.errors import ContestError
+from bakeoff.select import Op, Verdict
+from bakeoff.select.contests.contest import regimes_of
+from bakeoff.select.contests.side_by_side import Wanted, Workers
+
+__all__ = ["Hear", "known", "run_ops"]
+
+Hear = Callable[[Cell, list[Verdict], str], None]
+"""Hears of every cell: its verdicts, or why there are none."""
+
+
+def run_ops(
+    ops: Sequence[Op],
+    device: str,
+    out: Path,
+    *,
+    regimes: Sequence[str] | None = None,
+    text: str = "",
+    budget_s: float = 2.0,
+    resume: bool = False,
+    jobs: int = 1,
+    hear: Hear = lambda cell, verdicts, reason: None,
+    announce: Callable[[str], None] = lambda stage: None,
+) -> File:
+    """Hold a contest for every cell whose name or shapes contain `text`, and write each to `out` at once.
+
+    Rows that `out` holds of the same cells are replaced, those of other cells stay, as long as they come from
+    the same machine and versions. With `resume`, cells that `out` holds with today's sources are left out.
+    Contests are held `jobs` at a time (`bakeoff.select.contests.side_by_side`). A cell that can't be measured (out of
+    memory, say) becomes a row with the reason.
+
+    Raises:
+        ResultsError: `out` can't be read or written, or belongs to another machine or other versions.
+    """
+    env = results.environment(device)
+    file = open_file(out, env)
+    wanted = [
+        (cell, each)
+        for op in ops
+        for cell in cells(op, device, text)
+        for each in [tuple(regimes or regimes_of(cell.case))]
+        if not (resume and known(file, cell, each))
+    ]
+    with Workers(jobs, announce) as workers:
+        while wanted:
+            together, wanted = wanted[: workers.jobs], wanted[workers.jobs :]
+            round_ = [Wanted(cell.op, cell.case, each, budget_s, {}, True) for cell, each in together]
+            for i, outcome in workers.hold(round_):
+                cell, each = together[i]
+                reason, verdicts = "", list[Verdict]()
+                if isinstance(outcome, ContestError):
+                    reason = str(outcome)
+                    rows = [results.failed_row(cell, regime, reason) for regime in each]
+                else:
+                    verdicts = outcome
+                    rows = [row for verdict in verdicts for row in results.rows_of_verdict(cell, verdict)]
+                file = results.changed(out, env, partial(keep, rows=rows))
+                hear(cell, verdicts, reason)
+    return file
+
+
+def known(file: File, cell: Cell, regimes: Sequence[str]) -> list[Row]:
+    """The rows that `file` holds of a cell, one per regime and candidate; none unless all are there and
+    measured today's sources."""
+    found = []
+    for regime in regimes:
+        place = (cell.op.name, cell.case.name, regime, cell.direction)
+        rows = [row for row in file.rows if "op" in row and cell_of(row) == place and results.current(row)]
+        if {row["candidate"] for row in rows} != set(cell.op.by_name):
+            return []
+        found += [msgspec.convert(row, Row) for row in rows]
+    return found

@@ -1,0 +1,248 @@
+"""Suite "step": a whole training step of the small LLM-Med, issued op by op, captured, compiled, and both.
+
+Every mode starts from the same weights and takes the same steps on the same bytes, so that their losses say
+whether they train alike.
+"""
+
+import functools
+import hashlib
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+import bakeoff
+from bakeoff.apps.bench import results
+from bakeoff.apps.bench.results import File, open_file
+from bakeoff.apps.train import Config, recipe, resolve
+from bakeoff.apps.train.data import Batches, ByteCorpus, split
+from bakeoff.apps.train.selection import choices, settle
+from bakeoff.apps.train.step import Stepper, uses_bf16
+from bakeoff.graphs.sync import WAITED, sync_mode
+from bakeoff.models import build
+from bakeoff.select import tune, using
+
+__all__ = ["MODES", "StepRow", "run_step"]
+
+MODES = ("eager", "captured", "compiled", "compiled+captured")
+_BLOCKS, _BATCHES, _WARM = 7, 8, 6
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+
+
+class StepRow(msgspec.Struct, kw_only=True):
+    """A mode's step. `step_us` is the median over blocks of steps (wall time, device waited for at the end of
+    a block); `launches` and `kernels` are what the host asks for and what the device runs in a step; `syncs`
+    how often the host waits in it; `loss` the mean over all steps made, in nats."""
+
+    model: str
+    mode: str
+    batch: int
+    seq: int
+    params: int
+    precision: str
+    step_us: float
+    step_us_p20: float
+    step_us_p80: float
+    tokens_per_s: float
+    launches: int | None
+    kernels: int | None
+    syncs: int | None
+    peak_bytes: int | None
+    graph_bytes: int
+    loss: float
+    steps: int
+    choices: dict[str, str]
+    reason: str = ""
+    """Why the mode is not what it says, where it could not be captured."""
+    source_hash: str = ""
+    """Of the whole package: a step runs most of it."""
+    date: str = ""
+
+
+Hear = Callable[[StepRow], None]
+
+
+def run_step(
+    device: str,
+    out: Path,
+    *,
+    budget_s: float = 60.0,
+    resume: bool = False,
+    hear: Hear = lambda row: None,
+    announce: Callable[[str], None] = lambda stage: None,
+) -> File:
+    """Measure a training step in every mode that `device` has, and write each to `out` at once.
+
+    A mode's row in `out` is replaced; with `resume` it is kept where it has today's sources. `budget_s` is
+    for all contests of the step's ops, before each mode.
+
+    Raises:
+        ResultsError: `out` can't be read or written, or belongs to another machine or other versions.
+    """
+    config, modes, steps = _sized(device)
+    env = results.environment(device)
+    file = open_file(out, env)
+    for mode in modes:
+        held = [row for row in file.rows if _same(row, config, mode)]
+        if resume and any(row.get("source_hash") == _source_hash() for row in held):
+            continue
+        announce(f"{mode}: holding contests, then measuring")
+        row = measured(config, torch.device(device), mode, steps, budget_s)
+        file = results.changed(out, env, functools.partial(_put, config=config, row=row))
+        hear(row)
+    return file
+
+
+def _put(file: File, config: Config, row: StepRow) -> None:
+    others = [other for other in file.rows if not _same(other, config, row.mode)]
+    file.rows = [*others, msgspec.to_builtins(row)]
+
+
+def _same(row: dict[str, Any], config: Config, mode: str) -> bool:
+    """Whether a stored row measures this mode of this step."""
+    return (row.get("mode"), row.get("batch"), row.get("seq")) == (
+        mode,
+        config.train.batch_size,
+        config.seq_len,
+    )
+
+
+@functools.cache
+def _source_hash() -> str:
+    folder = Path(bakeoff.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def _sized(device: str) -> tuple[Config, tuple[str, ...], int]:
+    """(the configuration, the modes, steps a block): the published 48 rows of 512 bytes on a GPU."""
+    if device.startswith("cuda"):
+        given = ["train.batch_size=48", "train.seq_len=512"]
+        return resolve(recipe("llm-med"), None, given), MODES, 20
+    given = ["train.batch_size=2", "train.seq_len=64"]
+    return resolve(recipe("llm-med"), None, given), ("eager", "compiled"), 1
+
+
+def measured(config: Config, device: torch.device, mode: str, steps: int, budget_s: float = 60.0) -> StepRow:
+    """One mode's row: `steps` a block."""
+    captured, compiled = "captured" in mode, "compiled" in mode
+    config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, compile=compiled))
+    torch.compiler.reset()
+    _reset_peak(device)
+    with using(regime="graph" if captured else "eager"):
+        torch.manual_seed(0)
+        model = build(config.model).to(device).train()
+        stepper = Stepper(model, config, device)
+        batches = _batches(config, device)
+        rate = config.optim.lr
+        tune(lambda: stepper.rehearse(batches[0].to(device)), budget_s)
+        selected = _selected(lambda: stepper.rehearse(batches[0].to(device)), config)
+        if captured:
+            stepper.capture()
+        made = 0
+
+        def step() -> None:
+            nonlocal made
+            stepper(batches[made % _BATCHES].to(device, non_blocking=True), rate)
+            made += 1
+
+        for _ in range(_WARM):
+            step()
+        times = sorted(_block(step, steps, device) for _ in range(_BLOCKS))
+        launches, kernels = _launches(step, device)
+        syncs = _syncs(step, device)
+        median = statistics.median(times)
+        tokens = config.train.batch_size * config.seq_len
+        return StepRow(
+            model="LLMMed small",
+            mode=mode,
+            batch=config.train.batch_size,
+            seq=config.seq_len,
+            params=sum(p.numel() for p in model.parameters()),
+            precision="bf16" if uses_bf16(config, device) else "float32",
+            step_us=1e6 * median,
+            step_us_p20=1e6 * times[len(times) // 5],
+            step_us_p80=1e6 * times[-1 - len(times) // 5],
+            tokens_per_s=tokens / median,
+            launches=launches,
+            kernels=kernels,
+            syncs=syncs,
+            peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            graph_bytes=stepper.graph_bytes,
+            loss=stepper.read(made)["loss"],
+            steps=made,
+            choices=selected,
+            reason=stepper.uncaptured,
+            source_hash=_source_hash(),
+            date=results.now(),
+        )
+
+
+def _selected(step: Callable[[], object], config: Config) -> dict[str, str]:
+    """The candidates that `step` runs, by op."""
+    known = msgspec.structs.replace(config.select, tune=False)
+    with tempfile.TemporaryDirectory() as folder:
+        return choices(settle(step, known, Path(folder), lambda text: None, compiled=config.train.compile))
+
+
+def _batches(config: Config, device: torch.device) -> list[Tensor]:
+    corpus = ByteCorpus.open(config.data.path)
+    training, _ = split(corpus, config.data.holdout, config.seq_len)
+    source = Batches(corpus, training, seq_len=config.seq_len, batch_size=config.train.batch_size, seed=0)
+    found = [source.batch(number) for number in range(_BATCHES)]
+    return [rows.pin_memory() for rows in found] if device.type == "cuda" else found
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _block(step: Callable[[], None], steps: int, device: torch.device) -> float:
+    """Seconds a step."""
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _wait(device)
+    return (time.perf_counter() - start) / steps
+
+
+def _launches(step: Callable[[], None], device: torch.device) -> tuple[int | None, int | None]:
+    """(what the host asks the driver for, what the device runs) in a step, by the profiler."""
+    if device.type != "cuda":
+        return None, None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        step()
+        _wait(device)
+    events = list(profiler.events())
+    asked = sum(event.name.startswith(_LAUNCHES) for event in events)
+    ran = sum(str(event.device_type).endswith("CUDA") for event in events)
+    return asked, ran
+
+
+def _syncs(step: Callable[[], None], device: torch.device) -> int | None:
+    """How often the host waits for the device in a step."""
+    if device.type != "cuda":
+        return None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.filterwarnings("always", WAITED)
+        with sync_mode("warn"):
+            step()
+    return sum(WAITED in str(warning.message) for warning in said)

@@ -1,0 +1,147 @@
+"""bench: the suites, with a table as they go."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bakeoff.apps.bench import contests, regret, results, step
+from bakeoff.apps.bench.regret import SelectionRow
+from bakeoff.apps.bench.results import ResultsError
+from bakeoff.apps.bench.suites import Cell, cells
+from bakeoff.apps.cli.terminal import console, declared, device_named, working
+from bakeoff.apps.render import explained, selection_table
+from bakeoff.select import Verdict, find_op
+from bakeoff.select.declare.key import REGIMES
+
+__all__ = ["run"]
+
+
+def run(
+    names: Sequence[str],
+    suite: str,
+    regimes: str | None,
+    device: str,
+    out: Path | None,
+    text: str,
+    budget: float | None,
+    resume: bool,
+    jobs: int,
+) -> None:
+    """Run a suite and say where its results are."""
+    device = device_named(device)
+    if suite == "step":
+        if names or text or regimes or jobs > 1:
+            raise ResultsError(
+                "--suite step measures whole steps: leave OP, --filter, --regimes and --jobs out"
+            )
+        _run_step(device, out, 60.0 if budget is None else budget, resume)
+        return
+    budget = 2.0 if budget is None else budget
+    ops = [find_op(name) for name in names] or list(declared().values())
+    wanted = _regimes(regimes, device)
+    if suite == "selection" and wanted:
+        raise ResultsError("--regimes belongs to --suite ops: leave it out")
+    count = sum(1 for op in ops for _ in cells(op, device, text))
+    if not count:
+        known = ", ".join(sorted({cell.case.name for op in ops for cell in cells(op, device)}))
+        raise ResultsError(f"no case's name or shapes contain {text!r}; the cases are {known}")
+    out = out or Path("results", results.slug(device), f"{suite}.json")
+    printer = console()
+    printer.print(
+        f"{count} cells of {', '.join(op.name for op in ops)} on {device}, to {out}", highlight=False
+    )
+    with working(printer, "measuring the device's limits") as status:
+        if suite == "ops":
+            contests.run_ops(
+                ops,
+                device,
+                out,
+                regimes=wanted,
+                text=text,
+                budget_s=budget,
+                resume=resume,
+                jobs=jobs,
+                hear=_printing(printer, device),
+                announce=status.update,
+            )
+        else:
+            regret.run_selection(
+                ops,
+                device,
+                out,
+                text=text,
+                budget_s=budget,
+                resume=resume,
+                jobs=jobs,
+                hear=_lining(printer),
+                announce=status.update,
+            )
+            _sum_up(out, printer)
+    printer.print(f"results: {out}", highlight=False, soft_wrap=True)
+
+
+def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> None:
+    out = out or Path("results", results.slug(device), "step.json")
+    printer = console()
+    printer.print(f"training steps on {device}, to {out}", highlight=False)
+
+    def hear(row: step.StepRow) -> None:
+        figures = f"{row.step_us:10.1f} us  {row.tokens_per_s:12,.0f} bytes/s  loss {row.loss:.4f}"
+        if row.launches is not None:
+            peak, held = (row.peak_bytes or 0) / 2**20, row.graph_bytes / 2**20
+            figures += f"  {row.launches} launches, {row.kernels} kernels, {row.syncs} syncs"
+            figures += f", peak {peak:.0f} MiB, graph {held:.0f} MiB"
+        printer.print(f"{row.mode:18}{figures}", highlight=False, soft_wrap=True)
+        if row.reason:
+            printer.print(Text(f"  not captured: {row.reason}", style="yellow"))
+
+    with working(printer, "measuring the device's limits") as status:
+        step.run_step(device, out, budget_s=budget, resume=resume, hear=hear, announce=status.update)
+    printer.print(f"results: {out}", highlight=False, soft_wrap=True)
+
+
+def _printing(printer: Console, device: str) -> contests.Hear:
+    def hear(cell: Cell, verdicts: list[Verdict], reason: str) -> None:
+        printer.print(Text(f"{cell.op.name} {cell.case.name}, {cell.direction}", style="bold"))
+        if reason:
+            printer.print(Text(f"  not measured: {reason}", style="red"))
+        printer.print(selection_table(explained(verdict, device, "this run") for verdict in verdicts))
+
+    return hear
+
+
+def _lining(printer: Console) -> regret.Hear:
+    def hear(rows: list[SelectionRow], reason: str) -> None:
+        if reason:
+            printer.print(Text(f"not measured: {rows[0].op} {rows[0].case}: {reason}", style="red"))
+        for row in rows:
+            if row.us is not None and (row.chosen or row.measure != "time"):
+                end = f"  regret {row.regret:.3f}, {row.against_eager:.2f} of eager" if row.regret else ""
+                place = f"{row.op} {row.case}, {row.direction}, {row.regime}"
+                line = f"{place}: {row.candidate} {row.us:.2f} us{end}"
+                printer.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    return hear
+
+
+def _sum_up(out: Path, printer: Console) -> None:
+    grid = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in results.read(out).summary.items():
+        for inner, figure in value.items() if isinstance(value, dict) else [("", value)]:
+            grid.add_row(name, inner, f"{figure:.3f}" if isinstance(figure, float) else str(figure))
+    printer.print(grid)
+
+
+def _regimes(text: str | None, device: str) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    unknown = [name for name in found if name not in REGIMES]
+    if unknown or not found:
+        raise ResultsError(f"--regimes {text!r}: the regimes are {', '.join(REGIMES)}")
+    if "graph" in found and not device.startswith("cuda"):
+        raise ResultsError("--regimes graph needs a CUDA device: use eager or compiled on the CPU")
+    return found

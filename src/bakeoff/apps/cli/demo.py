@@ -1,0 +1,166 @@
+"""demo: the whole way on this machine, from looking at it to text of two models that were just trained."""
+
+import shlex
+import time
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+
+from bakeoff.apps.bench import results
+from bakeoff.apps.cli import doctor
+from bakeoff.apps.cli.generating import continuation
+from bakeoff.apps.cli.terminal import console, counted, device_named, working
+from bakeoff.apps.cli.training import print_unsettled, program, rehearsed
+from bakeoff.apps.compare import Document, compared, match, model_of, pair, parameters, table
+from bakeoff.apps.train import Config, ConfigError, Result, load_run, train
+from bakeoff.apps.train.checkpoint import steps
+from bakeoff.apps.train.data import ByteCorpus, DataError, split
+from bakeoff.apps.train.device import pick_device
+from bakeoff.paths import expanded
+from bakeoff.select.choose import policy
+
+__all__ = ["demo_configs", "run"]
+
+CPU_SECONDS, GPU_SECONDS, QUICK_SECONDS = 45.0, 60.0, 4.0
+TUNE_SECONDS = 30.0
+GPU_PASSES = 5
+"""Over the data, about: in its time a GPU makes many more, and overfits some MB of text."""
+GPU_BYTES_PER_S = 3.3e6
+"""That the faster of the two trains on with an H100 (results/h100/code); a slower GPU makes fewer passes."""
+PROMPT = "def "
+SAMPLE_BYTES = 300
+
+
+def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, device: str) -> None:
+    """Doctor, tune, train both models, compare, sample; every part says what it found and where it is."""
+    start = time.monotonic()
+    device = device_named(device)
+    out = out or Path("runs", f"demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        configs = demo_configs(device, seconds, data, out, quick)
+    except DataError as error:
+        raise DataError(str(error).replace("data.path", "--data")) from None
+    _make_folders(out, configs)
+    printer = console()
+    _heading(printer, "1. The machine")
+    doctor.show(doctor.examine(device), printer)
+    for config in configs:
+        limit = f"none begins after {config.select.budget_s:.0f} s"
+        _heading(printer, f"2. The contests of one step of {config.recipe}: {limit}")
+        with working(printer, "preparing one step") as status:
+            report, _ = rehearsed(config, config.select.budget_s, announce=status.update)
+        held = counted(report.measured, "contest")
+        text = f"{held} held in {report.seconds:.0f} s, preparation included; what was decided stands below"
+        printer.print(text, highlight=False)
+        print_unsettled(report, printer)
+    found: list[Result] = []
+    for config in configs:
+        limit = f"for {config.train.max_seconds:.0f} s"
+        _heading(printer, f"3. Training {config.recipe} on {config.data.path} {limit}")
+        result = train(config, console=printer)
+        if result.signal:
+            if result.checkpoint and result.stopped == result.signal:
+                resume = f"--config {shlex.quote(str(result.run_dir / 'config.toml'))} --resume auto"
+                text = f"to finish this run alone: {program()} train {resume}"
+                printer.print(text, highlight=False, soft_wrap=True)
+            raise click.exceptions.Exit(130)
+        found.append(result)
+        before, after = result.bits_per_byte_before, result.bits_per_byte_after
+        text = f"held-out bits per byte: {before:.3f} before, {after:.3f} after"
+        printer.print(text, highlight=False)
+    _heading(printer, "4. What came of it")
+    _compare(configs, found, device, printer)
+    for config, result in zip(configs, found, strict=True):
+        _sample(config, result, device, printer)
+    _places(out, configs, found, device, printer)
+    printer.print(f"all of it took {time.monotonic() - start:.0f} s", highlight=False)
+
+
+def demo_configs(
+    device: str, seconds: float | None, data: str | None, out: Path, quick: bool
+) -> tuple[Config, Config]:
+    """LLM-Med and byte-spectral of equal parameters, tiny on the CPU, small on a GPU, for equal time, which a
+    GPU has less of where the data are few; tuned before, not again at their start. Raises DataError for data
+    that can't be trained on."""
+    cuda = device.startswith("cuda")
+    length = seconds or (QUICK_SECONDS if quick else GPU_SECONDS if cuda else CPU_SECONDS)
+    size = "" if cuda and not quick else "-tiny"
+    overrides = ["select.tune=false", f"select.budget_s={QUICK_SECONDS if quick else TUNE_SECONDS}"]
+    if quick:
+        overrides.append("train.eval_rows=8")
+    spectral, med = pair(
+        f"byte-spectral{size}", f"llm-med{size}", overrides, data=data, device=device, minutes=length / 60
+    )
+    corpus = ByteCorpus.open(med.data.path)
+    training, _ = split(corpus, med.data.holdout, med.seq_len, "give a longer --data")
+    if cuda and not quick and not seconds:
+        length = min(length, max(QUICK_SECONDS, GPU_PASSES * len(training) / GPU_BYTES_PER_S))
+
+    def placed(config: Config) -> Config:
+        settings = {"max_seconds": length, "run_dir": str(out / config.recipe), "resume": "never"}
+        return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, **settings))
+
+    return placed(med), placed(match(spectral, parameters(med.model)))
+
+
+def _make_folders(out: Path, configs: tuple[Config, Config]) -> None:
+    """The folders of both runs. Raises ConfigError where they can't be made, or hold runs."""
+    try:
+        for config in configs:
+            folder = expanded(config.train.run_dir)
+            if steps(folder):
+                raise ConfigError(f"{folder} already holds a run: give another --out")
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"can't write to {out} ({error.strerror}): set --out to a folder that can be written"
+        ) from None
+
+
+def _compare(configs: tuple[Config, Config], found: list[Result], device: str, out: Console) -> None:
+    med, spectral = configs
+    torch_device = pick_device(device)
+    document = Document(
+        env=results.environment(device),
+        first=model_of(spectral, spectral.recipe),
+        second=model_of(med, med.recipe),
+        seeds=1,
+        lengths=[],
+        runs=[
+            compared(found[1], spectral, "first", torch_device),
+            compared(found[0], med, "second", torch_device),
+        ],
+    )
+    out.print(table(document))
+    text = "one run each can't tell a better model from a lucky seed: bakeoff compare trains several"
+    out.print(text, highlight=False, soft_wrap=True)
+
+
+def _sample(config: Config, result: Result, device: str, out: Console) -> None:
+    model, _ = load_run(result.run_dir)
+    model.to(device)
+    out.print(f"\na sample of {config.recipe} after {PROMPT!r}:", highlight=False)
+    text = "".join(continuation(model, PROMPT, SAMPLE_BYTES, temperature=0.7, seed=0))
+    for line in f"{PROMPT}{text}".splitlines():
+        click.echo(f"  | {line}")
+
+
+def _places(
+    folder: Path, configs: tuple[Config, Config], found: list[Result], device: str, out: Console
+) -> None:
+    places: dict[str, Path | str] = {"runs": folder}
+    for config, result in zip(configs, found, strict=True):
+        places[config.recipe] = result.run_dir / "metrics.jsonl"
+    places["table"] = policy.store.path(device)
+    places["go on"] = f"{program()} generate {shlex.quote(str(found[0].run_dir))} --prompt 'class '"
+    places["compare"] = f"{program()} compare"
+    width = max(map(len, places)) + 2
+    out.print()
+    for name, place in places.items():
+        out.print(f"{name:<{width}}{place}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _heading(out: Console, text: str) -> None:
+    out.print(f"\n{text}", style="bold", highlight=False)

@@ -1,0 +1,83 @@
+"""explain: from a call written as text to its choice."""
+
+import click
+import msgspec
+from click.core import ParameterSource
+
+from bakeoff.apps.bench.notation import NotationError, read_case, split_key
+from bakeoff.apps.cli import tables
+from bakeoff.apps.cli.terminal import console, device_named, print_json
+from bakeoff.apps.render import selection_table
+from bakeoff.errors import ContestError, PolicyError
+from bakeoff.select import Case, Op, find_op, using
+from bakeoff.select.choose import policy
+from bakeoff.select.choose.explain import explain_case
+from bakeoff.select.choose.tune import note, tune
+from bakeoff.select.declare.key import key
+
+__all__ = ["run"]
+
+
+def run(
+    words: tuple[str, ...],
+    device: str,
+    grad: bool,
+    regime: str,
+    policy_name: str | None,
+    hold: bool,
+    as_json: bool,
+) -> None:
+    """Print the explanation of the call in `words`, or the table's verdicts where there is none."""
+    if not words:
+        _refuse_options()
+        tables.show(None, device)
+        return
+    pasted = split_key(" ".join(words))
+    if pasted:
+        name, arguments, device, regime = pasted
+    else:
+        name, arguments = words[0], list(words[1:])
+        if "(" in name:
+            raise NotationError(f"{name[:60]!r} is no whole key: quote all of it, to the regime at its end")
+    op = find_op(name)
+    case = read_case(op, arguments, device_named(device), grad=grad)
+    if regime == "graph" and not case.device.startswith("cuda"):
+        raise PolicyError("--regime graph needs a CUDA device: use eager or compiled on the CPU")
+    compiled = regime == "compiled"  # not a setting: torch.compile enters it
+    if hold and compiled:
+        raise PolicyError(
+            "--tune holds no contest inside torch.compile: call bakeoff.tune on a compiled step"
+        )
+    with using(policy_name, regime=None if compiled else regime) as entered:
+        settings = msgspec.structs.replace(entered, regime=regime)
+        counted = settings.on(case.device)
+        if hold and policy.store.lookup(op, key(op, case, counted), case.device) is None:
+            _tune(op, case, counted)
+        found = explain_case(op, case, settings)
+    if as_json:
+        print_json(found)
+    else:
+        console().print(selection_table([found]))
+
+
+def _refuse_options() -> None:
+    """Raises UsageError where options of a call were given without one."""
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+    ]
+    if given := [name for name in given if name != "--device"]:
+        raise click.UsageError(
+            f"{', '.join(given)} without a call: name an op and its arguments, "
+            f"such as rms_norm 'x=bf16[8192,4096]'",
+            context,
+        )
+
+
+def _tune(op: Op, case: Case, regime: str) -> None:
+    """Hold the contest of `case`. Raises ContestError where it can't be held."""
+    if unsettled := tune(lambda: note(op, case, regime)).unsettled:
+        reasons = "; ".join(unsettled.values())
+        raise ContestError(f"--tune left no verdict, and without it explain says what runs: {reasons}")

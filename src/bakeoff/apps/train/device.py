@@ -1,0 +1,91 @@
+"""The device of a run, and what to say when its memory is full."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bakeoff.apps.train.config import Config, ConfigError
+from bakeoff.errors import BakeoffError
+from bakeoff.parallel import launched, local_rank
+
+__all__ = ["TrainError", "deterministic", "memory_errors", "pick_device", "spread_mode"]
+
+
+class TrainError(BakeoffError, RuntimeError):
+    """Training can't go on; the message says what to change."""
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N"; of several ranks, each
+    has a GPU of its own. Raises ConfigError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if launched() > 1 and name.startswith("cuda"):
+        if name != "cuda":
+            raise ConfigError(f"train.device={name!r} can't hold {launched()} ranks: use cuda, one GPU each")
+        name = f"cuda:{local_rank()}"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"train.device={name!r} is no device: use auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"train.device={name!r} is not supported: use auto, cpu, cuda or cuda:N")
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(f"train.device={name!r}: PyTorch sees {count} CUDA devices here; use auto or cpu")
+    return device
+
+
+def spread_mode(config: Config, ranks: int) -> str:
+    """How this many ranks share the work: "none", "ddp" or "fsdp". Raises ConfigError where they can't."""
+    mode, train = config.parallel.mode, config.train
+    if ranks == 1:
+        return "none"
+    if mode == "none":
+        raise ConfigError(
+            f"parallel.mode='none' is for one process, and {ranks} were launched: use ddp or fsdp"
+        )
+    parts = train.accumulate * ranks
+    if train.batch_size % parts:
+        raise ConfigError(
+            f"train.batch_size={train.batch_size} can't be shared by {ranks} ranks of "
+            f"train.accumulate={train.accumulate} parts each: make it a multiple of {parts}"
+        )
+    if train.capture == "on":
+        raise ConfigError("train.capture='on' is for one process: use auto or off with several ranks")
+    return "ddp" if mode == "auto" else mode
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Inside, and if `wanted`, PyTorch takes deterministic kernels only."""
+    if not wanted:
+        yield
+        return
+    fills: Any = torch.utils.deterministic  # a module that turns into an object when imported
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    before = torch.are_deterministic_algorithms_enabled(), fills.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    fills.fill_uninitialized_memory = False  # costs a pass over every new tensor
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        fills.fill_uninitialized_memory = before[1]
+
+
+@contextlib.contextmanager
+def memory_errors(where: str, fix: str) -> Iterator[None]:
+    """Turns running out of memory, on the GPU or the host, into a TrainError that says where and the fix."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        starved = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        # The CPU's allocator raises a plain RuntimeError.
+        if not starved and "can't allocate memory" not in str(error):
+            raise
+        first_line = (str(error) or type(error).__name__).splitlines()[0]
+        raise TrainError(f"out of memory {where}: {fix}. ({first_line})") from error

@@ -1,0 +1,269 @@
+"""Where the numbers of a run go: metrics.jsonl always, the terminal, TensorBoard and W&B on request.
+
+A row is a flat dictionary. ``event`` says what it is:
+    start   what the run is, and ``select/OP``, the candidate chosen for each op
+    train   step, steps (so many up to this one are what the row is about), loss (nats), bits_per_byte,
+            grad_norm, lr, tokens_per_s, share_of_peak, peak_bytes, data_wait_s, seconds,
+            skipped (steps so far with a gradient that was not finite)
+            graph_bytes (device memory held by a captured step)
+    eval    step, held_out_bits_per_byte
+    capture step, captured, reason: whether steps are replayed from a CUDA graph, once that is known
+    resume  step: rows of later steps above this line were not kept and come again
+    end     step, seconds, tokens_per_s, held_out_bits_per_byte, stopped
+"""
+
+import importlib
+import logging
+import numbers
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bakeoff.apps.train.config import Config, to_tree
+from bakeoff.errors import BakeoffError
+
+__all__ = ["JsonLines", "MetricsError", "MetricsLog", "Row", "Sink", "line", "log", "read_metrics"]
+
+log = logging.getLogger("bakeoff")
+
+Row = Mapping[str, Any]
+
+
+class MetricsError(BakeoffError, RuntimeError):
+    """A sink was asked for whose package is not installed, or which can't start."""
+
+
+class Sink(Protocol):
+    """Takes rows."""
+
+    def write(self, row: Row, progress: float) -> None:
+        """One row; `progress` is the share of the run that is done."""
+
+    def close(self) -> None:
+        """Nothing comes after this."""
+
+
+class JsonLines:
+    """Appends rows to a file, each at once. A full or read-only disk is warned of once; rows that can't be
+    written are lost and the run goes on. Numbers that are not finite become null."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._warned = False
+        self._torn = _ends_torn(path)
+
+    def write(self, row: Row, progress: float) -> None:
+        data = (b"\n" if self._torn else b"") + msgspec.json.encode(row) + b"\n"
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                self._torn = True
+                if file.write(data) == len(data):
+                    self._torn = False
+                    return
+                problem = "the disk is full"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if not self._warned:
+            log.warning(
+                "can't write %s (%s): training goes on, its rows are lost until there is room",
+                self.path,
+                problem,
+            )
+            self._warned = True
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def _ends_torn(path: Path) -> bool:
+    """Whether the last line has no end, because the process died while writing it."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, without lines torn by a kill and without rows that a resume took back.
+
+    The train row that ends a run may be about fewer steps than others; a run that goes on writes the whole
+    row, which replaces it.
+    """
+    rows: list[dict[str, Any]] = []
+    logged = 0  # the step of the last train row
+    for text in Path(path).read_bytes().splitlines():
+        try:
+            row = msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.DecodeError:
+            continue  # the process died while writing it
+        if row.get("event") == "resume":
+            rows = [
+                kept for kept in rows if kept.get("step", 0) <= row["step"] and kept.get("event") != "end"
+            ]
+        elif row.get("event") == "start" and not (rows and rows[-1].get("event") == "resume"):
+            rows = []  # from the beginning: the run was killed before its first checkpoint
+        elif row.get("event") == "train":
+            first = row["step"] - row.get("steps", 0)
+            if logged > first:
+                rows = [kept for kept in rows if kept.get("event") != "train" or kept["step"] <= first]
+            logged = row["step"]
+        rows.append(row)
+    return rows
+
+
+def line(row: Row) -> str:
+    """A train or eval row as one line for people."""
+    if row["event"] == "eval":
+        return f"step {row['step']:>6}  held-out {row['held_out_bits_per_byte']:.3f} bits/byte"
+    text = f"step {row['step']:>6}  {row['bits_per_byte']:.3f} bits/byte  |grad| {row['grad_norm']:.2f}"
+    text += f"  lr {row['lr']:.2e}  {row['tokens_per_s']:,.0f} bytes/s"
+    return text + (f"  {row['skipped']} skipped" if row["skipped"] else "")
+
+
+class Lines:
+    """Plain lines, where there is no terminal: a log file, a pipe."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def write(self, row: Row, progress: float) -> None:
+        if row["event"] in ("train", "eval"):
+            self.console.print(line(row), highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class Bar:
+    """A progress bar on a terminal, with held-out measurements as lines above it."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (BarColumn(24), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn())
+        self.progress = Progress(*columns, TextColumn("{task.description}"), console=console)
+        self.task = self.progress.add_task("starting", total=1.0)
+        self.progress.start()
+
+    def write(self, row: Row, progress: float) -> None:
+        if row["event"] == "eval":
+            self.progress.console.print(line(row), highlight=False)
+        elif row["event"] == "train":
+            self.progress.update(self.task, completed=progress, description=line(row))
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+class TensorBoard:
+    """Event files in the run's folder. A full disk ends them with a warning, not the run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        try:
+            module = importlib.import_module("torch.utils.tensorboard")
+        except ImportError:
+            raise MetricsError(
+                "metrics.tensorboard=true needs TensorBoard: pip install 'bakeoff[tensorboard]'"
+            ) from None
+        self.writer = module.SummaryWriter(str(run_dir / "tensorboard"))
+        self._broken = False
+
+    def write(self, row: Row, progress: float) -> None:
+        if self._broken or row["event"] == "end":  # which sums up numbers that are there already
+            return
+        try:
+            for name, value in row.items():
+                if isinstance(value, numbers.Real) and name != "step":
+                    self.writer.add_scalar(name, value, row.get("step", 0))
+                elif name.startswith("select/"):
+                    self.writer.add_text(name, str(value), row.get("step", 0))
+        except OSError as error:  # its writer thread failed, and stays so
+            self._give_up(error)
+
+    def close(self) -> None:
+        try:
+            self.writer.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        if not self._broken:
+            log.warning(
+                "can't write TensorBoard's files (%s): training goes on without them; metrics.jsonl has all",
+                error.strerror or error,
+            )
+        self._broken = True
+
+
+class WandB:
+    """A Weights & Biases run, named after the run's folder; WANDB_MODE=offline keeps it on this machine."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        try:
+            module = importlib.import_module("wandb")
+        except ImportError:
+            raise MetricsError(
+                "metrics.wandb=true needs Weights & Biases: pip install 'bakeoff[wandb]'"
+            ) from None
+        try:
+            self.run = module.init(
+                project=config.metrics.wandb_project,
+                name=run_dir.name,
+                dir=str(run_dir),
+                config=to_tree(config),
+            )
+        except (module.Error, OSError) as error:
+            raise MetricsError(
+                f"metrics.wandb=true: Weights & Biases can't start ({error}). Run wandb login, or set "
+                "WANDB_MODE=offline to keep the run on this machine"
+            ) from error
+
+    def write(self, row: Row, progress: float) -> None:
+        numeric = {name: value for name, value in row.items() if isinstance(value, numbers.Real)}
+        texts = {name: value for name, value in row.items() if isinstance(value, str) and name != "event"}
+        if row["event"] in ("train", "eval"):
+            self.run.log({name: value for name, value in numeric.items() if name != "step"}, step=row["step"])
+        else:
+            self.run.summary.update({**numeric, **texts})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MetricsLog:
+    """All sinks of a run."""
+
+    def __init__(
+        self, run_dir: Path, config: Config, console: Console | None = None, *, first: bool = True
+    ) -> None:
+        settings = config.metrics
+        self.sinks: list[Sink] = []
+        if not first:  # one rank of a job speaks for all
+            return
+        self.sinks.append(JsonLines(run_dir / "metrics.jsonl"))
+        if settings.tensorboard:
+            self.sinks.append(TensorBoard(run_dir))
+        if settings.wandb:
+            self.sinks.append(WandB(run_dir, config))
+        if settings.console:
+            console = console or Console()
+            self.sinks.append(Bar(console) if console.is_terminal else Lines(console))
+
+    def write(self, row: Row, progress: float = 0.0) -> None:
+        """`row` to every sink; `progress` is the share of the run that is done."""
+        for sink in self.sinks:
+            sink.write(row, progress)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sink in self.sinks:
+            sink.close()

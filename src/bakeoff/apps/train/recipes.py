@@ -1,0 +1,75 @@
+"""Recipes: Python functions that return a Config. ``bakeoff train RECIPE`` starts from one."""
+
+import difflib
+from collections.abc import Callable
+
+import msgspec
+
+from bakeoff.apps.train.config import Config, ConfigError, Optim, Select, Train
+from bakeoff.models import byte_spectral, llm_med
+
+__all__ = ["RECIPES", "recipe"]
+
+
+def llm_med_tiny() -> Config:
+    """About a minute on 4 CPU cores: the schedule follows the clock."""
+    return Config(
+        recipe="llm-med-tiny",
+        model=llm_med.Config.sizes("tiny"),
+        optim=Optim(lr=3e-3, warmup=0.05),
+        train=Train(steps=0, max_seconds=60.0, batch_size=8, log_every=50, checkpoint_every=0),
+        select=Select(budget_s=20.0),
+    )
+
+
+def llm_med_small() -> Config:
+    """The published shape, d_model 384 and 6 layers; some minutes on one GPU."""
+    return Config(
+        recipe="llm-med",
+        model=llm_med.Config.sizes("small"),
+        optim=Optim(lr=1e-3),
+        train=Train(steps=2000, batch_size=48, eval_every=500),
+    )
+
+
+def llm_med_base() -> Config:
+    """d_model 768, 12 layers, rows of 2048 bytes; a GPU's afternoon."""
+    return Config(
+        recipe="llm-med-base",
+        model=llm_med.Config.sizes("base"),
+        optim=Optim(lr=6e-4, warmup=0.01),
+        train=Train(steps=20_000, batch_size=32, log_every=50, eval_every=1000, checkpoint_every=1000),
+    )
+
+
+def byte_spectral_tiny() -> Config:
+    """As llm-med-tiny, with filters of 64 taps in place of attention."""
+    base = llm_med_tiny()
+    model = byte_spectral.Config.sizes("tiny", filter="taps", taps=64)
+    return msgspec.structs.replace(base, recipe="byte-spectral-tiny", model=model)
+
+
+def byte_spectral_small() -> Config:
+    """As llm-med, with filters of 32 taps in place of attention in all blocks but the last."""
+    base = llm_med_small()
+    model = byte_spectral.Config.sizes("small", filter="taps", taps=32, attention_every=6)
+    return msgspec.structs.replace(base, recipe="byte-spectral", model=model)
+
+
+RECIPES: dict[str, Callable[[], Config]] = {
+    "llm-med": llm_med_small,
+    "llm-med-tiny": llm_med_tiny,
+    "llm-med-base": llm_med_base,
+    "byte-spectral": byte_spectral_small,
+    "byte-spectral-tiny": byte_spectral_tiny,
+}
+
+
+def recipe(name: str) -> Config:
+    """The named recipe's Config. Raises ConfigError, naming the nearest, when there is none."""
+    try:
+        return RECIPES[name]()
+    except KeyError:
+        close = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]!r}? There" if close else "there"
+        raise ConfigError(f"no recipe {name!r}; {hint} are {', '.join(RECIPES)}") from None

@@ -1,0 +1,119 @@
+"""The folder of a run: a new one, or one to go on in."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bakeoff.apps.train import checkpoint
+from bakeoff.apps.train.checkpoint import Checkpoint, CheckpointError
+from bakeoff.apps.train.config import Config, ConfigError, Optim, to_toml, to_tree
+from bakeoff.apps.train.metrics import log
+from bakeoff.parallel import ALONE, World
+from bakeoff.paths import expanded
+
+__all__ = ["open_run"]
+
+# A run that resumes with another value of these does not repeat the interrupted one's losses.
+_CURVE = {
+    "data": ("path", "holdout"),
+    "optim": Optim.__struct_fields__,
+    "train": ("steps", "batch_size", "seq_len", "accumulate", "seed", "precision", "compile"),
+}
+
+
+def open_run(config: Config, world: World = ALONE) -> tuple[Path, Checkpoint | None]:
+    """The run's folder, made and holding config.toml, and the checkpoint to go on from, if any; rank 0
+    chooses both.
+
+    Raises ConfigError for a folder that can't be used, CheckpointError for a checkpoint that can't.
+    """
+    mine: list[Checkpoint | None] = []
+
+    def choose() -> tuple[Path, Path | None]:
+        run_dir, found = _open(config)
+        mine.append(found)
+        return run_dir, found.folder if found else None
+
+    run_dir, folder = world.decide(choose)
+    if mine:
+        return run_dir, mine[0]
+    return run_dir, checkpoint.load(folder) if folder else None
+
+
+def _open(config: Config) -> tuple[Path, Checkpoint | None]:
+    train = config.train
+    given = _folder("run_dir", train.run_dir) if train.run_dir else None
+    found = None
+    if train.resume == "never":
+        if given and checkpoint.steps(given):
+            raise ConfigError(
+                f"{given} already holds a run: give another train.run_dir, or train.resume=auto to go on"
+            )
+    elif train.resume == "auto":
+        found = checkpoint.latest(given) if given else None
+    else:
+        source = _folder("resume", train.resume)
+        found = checkpoint.latest(source)
+        if found is None:
+            raise CheckpointError(
+                f"train.resume={source} holds no checkpoint: give a run's folder, auto or never"
+            )
+    if found is not None:
+        _compare(config, found)
+    try:
+        run_dir = given or _fresh(config.recipe)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.toml").write_text(to_toml(config), "utf-8")
+        later = checkpoint.set_aside(run_dir, found.step) if found else []
+    except OSError as error:
+        raise ConfigError(
+            f"can't write to the run folder {given or 'runs'} ({error.strerror}): set train.run_dir to a "
+            "folder that can be written"
+        ) from None
+    if found and later:
+        places = ", ".join(map(str, later))
+        log.warning("going on from step %d: the checkpoints behind it are now %s", found.step, places)
+    return run_dir, found
+
+
+def _folder(key: str, path: str) -> Path:
+    try:
+        return expanded(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"train.{key}={path} can't be used: {error.strerror}") from None
+
+
+def _fresh(recipe: str) -> Path:
+    """A folder that no other run has, made."""
+    name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for count in itertools.count(1):
+        folder = Path("runs", name if count == 1 else f"{name}-{count}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError  # the count has no end
+
+
+def _compare(config: Config, found: Checkpoint) -> None:
+    now, then = to_tree(config), to_tree(found.config)
+    changed = _changes(now["model"], then["model"], "model", list(now["model"]))
+    if changed:
+        raise CheckpointError(
+            f"{found.folder} holds another model ({', '.join(changed)}): set these back, or train in another "
+            "train.run_dir"
+        )
+    for section, keys in _CURVE.items():
+        changed += _changes(now[section], then[section], section, keys)
+    if not config.train.steps:  # the learning rate follows time
+        changed += _changes(now["train"], then["train"], "train", ["max_seconds"])
+    if changed:
+        log.warning("resuming with changed settings, so losses will differ: %s", ", ".join(changed))
+
+
+def _changes(now: dict[str, Any], then: dict[str, Any], section: str, keys: Sequence[str]) -> list[str]:
+    return [
+        f"{section}.{key}={now[key]!r}, was {then.get(key)!r}" for key in keys if now[key] != then.get(key)
+    ]

@@ -1,0 +1,137 @@
+"""The hot path: from a call that has been seen before to the candidate chosen for it.
+
+A call is recognised by its fingerprint, looked up in a memo. Since building that takes longer than comparing,
+the memo also keeps, per op, its first few kinds of calls as PyTorch's own compiled guards; what they don't
+recognise goes by its fingerprint.
+"""
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+try:
+    from torch._C._dynamo.guards import TensorGuards as _Guards
+except ImportError:  # a private name: without it every call goes by its fingerprint
+    _Guards = None  # type: ignore[assignment,misc]
+
+__all__ = ["Memo", "current", "fingerprint", "known", "memo", "process_memo", "transformed"]
+
+Memo = dict[Any, Any]
+"""Candidates' callables by fingerprint, and by op a tuple of guards: functions of a call's arguments that
+return the callable where the call is of their kind. `bakeoff.select.declare.op.Op` asks these first."""
+
+memo: ContextVar[Memo | None] = ContextVar("bakeoff_memo", default=None)
+"""Decisions made under the settings this context entered; None where it entered none of its own."""
+
+process_memo: Memo = {}
+"""Decisions for such contexts: they follow the settings the process entered last. Autograd's threads are
+such contexts, so recomputation in backward selects as forward did."""
+
+_MOST_GUARDED = 4
+_has_grad, _is_deterministic = torch.is_grad_enabled, torch._C._get_deterministic_algorithms
+_in_func = torch._C._are_functorch_transforms_active
+_SCALARS = frozenset({bool, float, int, str, type(None)})
+
+
+def current() -> Memo:
+    """The memo of the settings in force."""
+    entered = memo.get()
+    return process_memo if entered is None else entered
+
+
+def transformed() -> bool:
+    """Whether more than autograd looks at calls now: transforms of torch.func, forward-mode derivatives,
+    torch.jit.trace, dispatch modes (make_fx is one, FlopCounterMode too). Plain PyTorch composes with them;
+    kernels and compiled code don't."""
+    return (
+        forward_ad._current_level >= 0
+        or _in_func()
+        or torch._C._get_tracing_state() is not None
+        or (torch._C._len_torch_dispatch_stack() > 0 and _watched())
+    )
+
+
+def _watched() -> bool:
+    """Whether a dispatch mode looks at calls, other than those that let compiled code pass, as the mode of
+    selective activation checkpointing does."""
+    return any(
+        mode.is_infra_mode() or not mode.ignore_compile_internals()
+        for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What runs this call by an earlier decision, or None; where no guard of `op` knows it."""
+    if transformed():
+        return None
+    decided = current()
+    found: Callable[..., Any] | None = decided.get(fingerprint(op, args))
+    guards = decided.get(op, ())
+    if found is not None and len(guards) < _MOST_GUARDED:
+        decided[op] = (*guards, *_guard(args, found))
+    return found
+
+
+def _guard(args: Sequence[Any], call: Callable[..., Any]) -> list[Callable[[Sequence[Any]], Any]]:
+    """A function of a call's arguments that returns `call` if they are of the kind of `args`, else None; or
+    nothing where there can be none.
+
+    It is written out for them, since a loop over arguments takes longer than comparing them. PyTorch's guards
+    compare dispatch keys, too: those of torch.jit.trace and of most modes are others, but not make_fx's. A
+    nested tensor has no strides, for which they end the process, also where torch.func has wrapped it.
+    """
+    given = {f"a{i}": a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
+    if _Guards is None or len({id(tensor) for tensor in given.values()}) < len(given):
+        return []  # guards take a tensor that is passed twice for another kind of call
+    check = _Guards(*given.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    names: dict[str, Any] = {"call": call, "check": check, "forward_ad": forward_ad, "fx": _symbolic_trace}
+    names |= {"has_grad": _has_grad, "is_deterministic": _is_deterministic, "in_func": _in_func}
+    conditions = ["forward_ad._current_level < 0 and not in_func() and not fx._is_fx_tracing_flag"]
+    conditions.append(f"is_deterministic() is {_is_deterministic()}")
+    if any(tensor.requires_grad for tensor in given.values()):
+        conditions.append(f"has_grad() is {_has_grad()}")
+    for i, a in enumerate(args):
+        names |= {f"class{i}": a.__class__, f"value{i}": None if f"a{i}" in given else a}
+        if f"a{i}" in given:
+            conditions.append(f"a{i}.__class__ is class{i} and not a{i}.is_nested")
+        elif a is None or isinstance(a, bool):
+            conditions.append(f"a{i} is value{i}")
+        else:  # the class first: no tensor is asked whether it equals a number
+            conditions.append(f"a{i}.__class__ is class{i} and a{i} == value{i}")
+    conditions.append(f"check({', '.join(given)})")
+    arguments = "".join(f"a{i}, " for i in range(len(args)))
+    # Names, numbers and words of this function's own; the call's values are bound to names.
+    exec(f"def guard(args):\n {arguments}= args\n if {' and '.join(conditions)}: return call", names)  # noqa: S102
+    return [names["guard"]]
+
+
+def fingerprint(op: object, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Everything a selection for `op` may depend on, exactly, as a hashable tuple; reads metadata only.
+
+    Two calls with one fingerprint get one decision. The class is part of it, so that a tensor subclass
+    never inherits a plain tensor's decision, nor 1 that of True. Flat, because that is faster than nested
+    tuples, and still unambiguous: six entries a tensor, two for anything else, of which the first is a class.
+    How a tensor lies includes whether its memory holds the negative or the conjugate of its values. Raises
+    RuntimeError for a tensor without a shape or strides.
+    """
+    found = [op, _has_grad(), _is_deterministic()]
+    place: Any
+    lies: Any
+    for a in args:
+        kind = a.__class__
+        if kind in _SCALARS or not isinstance(a, torch.Tensor):
+            found += (kind, a)
+        else:
+            place = a.get_device()
+            if place < 0 and (not a.is_cpu or a.is_mkldnn):  # meta tensors have the CPU's number
+                place = (a.device, a.layout)
+            lies = a.is_contiguous() or (a.layout, a.stride())
+            if a.is_neg() or a.is_conj():
+                lies = (lies, a.is_neg(), a.is_conj())
+            found += (kind, a.shape, a.dtype, place, a.requires_grad, lies)
+    return tuple(found)

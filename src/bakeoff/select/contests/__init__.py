@@ -1,0 +1,1 @@
+"""Contests: candidates verified, measured and judged against each other."""

@@ -1,0 +1,87 @@
+"""Inputs for a case: ordinary ones and ones chosen to break kernels."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bakeoff.select.declare.op import Case, Op, TensorMeta
+
+__all__ = ["DRAWS", "cotangent", "inputs"]
+
+_APART = 1 << 32  # between an input's seed and a gradient's: equal draws would hide errors that cancel
+DRAWS = ("normal", "adversarial")
+
+
+def inputs(op: Op, case: Case, seed: int, kind: str = "normal") -> list[Any]:
+    """The op's positional arguments, drawn reproducibly from `seed`.
+
+    "adversarial" keeps the shapes and gives every eighth row another trouble: a large mean, a large
+    scale, tiny values, zeros, one hot element.
+    """
+    generator = torch.Generator(device=case.device).manual_seed(seed)
+    args: list[Any] = []
+    for name in op.params:
+        value = case.args[name]
+        if not isinstance(value, TensorMeta):
+            args.append(value)
+            continue
+        drawn = op.draw(name, value, generator) if op.draw else None
+        if drawn is None:
+            drawn = _normal(value, generator, case.device)
+            if kind == "adversarial":
+                _disturb(drawn)
+        args.append(_placed(drawn, value).requires_grad_(value.requires_grad))
+    return args
+
+
+def cotangent(output: torch.Tensor, args: Sequence[Any], seed: int, kind: str = "normal") -> torch.Tensor:
+    """A ready-made gradient for `output`, laid out like the first of `args` that has its shape, as a model's
+    layers agree on one layout, else like `output`; adversarially an expanded (stride 0) one, or one whose
+    last dimensions lie the other way round."""
+    generator = torch.Generator(device=output.device).manual_seed(_APART + seed)
+    shape, dtype, device = output.shape, output.dtype, str(output.device)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.zeros_like(output)  # carries no gradient; only its shape and dtype are looked at
+    like = next((a for a in args if isinstance(a, torch.Tensor) and a.shape == shape), None)
+    laid = output if like is None else torch.empty_like(like, dtype=dtype, device="meta")
+    if kind == "normal" or output.dim() < 2 or output.numel() == 0:
+        meta = TensorMeta.of(laid)
+        return _placed(_normal(meta, generator, device), meta)
+    if seed % 2:
+        return _normal(TensorMeta.dense(shape[-1:], dtype), generator, device).expand(shape)
+    if not laid.is_contiguous():
+        return _normal(TensorMeta.of(laid), generator, device)
+    turned = TensorMeta.dense((*shape[:-2], shape[-1], shape[-2]), dtype)
+    return _normal(turned, generator, device).transpose(-1, -2)
+
+
+def _placed(drawn: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """`drawn` in the layout of `meta`; windows that overlap in memory become dense."""
+    once = tuple(1 if step == 0 else size for size, step in zip(meta.shape, meta.stride, strict=True))
+    reach = 0
+    for step, size in sorted(zip(meta.stride, once, strict=True)):
+        if size > 1 and step <= reach:
+            return drawn.contiguous()
+        reach += (size - 1) * step
+    tensor = torch.empty_strided(once, meta.stride, dtype=meta.dtype, device=drawn.device)
+    tensor.copy_(drawn[tuple(slice(size) for size in once)])
+    return tensor.expand(meta.shape)
+
+
+def _normal(meta: TensorMeta, generator: torch.Generator, device: str) -> torch.Tensor:
+    if not (meta.dtype.is_floating_point or meta.dtype.is_complex):
+        raise TypeError(f"an op with a {meta.dtype} argument must draw it itself (Op.draw)")
+    return torch.randn(meta.shape, generator=generator, dtype=meta.dtype, device=device)
+
+
+def _disturb(tensor: torch.Tensor) -> None:
+    """Give rows i, i+8, i+16, ... the i-th trouble, in place; a tensor of one row gets a large mean."""
+    if tensor.numel() == 0:
+        return
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+    rows[0::8] += 30
+    rows[1::8] *= 1000
+    rows[2::8] *= 1e-4
+    rows[3::8] = 0
+    rows[4::8, rows.shape[-1] // 2] += 3000

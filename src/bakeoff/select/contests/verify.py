@@ -1,0 +1,397 @@
+"""Verification: a candidate's outputs and every gradient against the reference in float64.
+
+There are no hand-tuned tolerances. The yardstick is the eager candidate's own error in the same dtype:
+a candidate passes while its error is at most twice that, plus the rounding of one store and, where a gradient
+is a long sum, that of a float32 sum in another order.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from bakeoff.errors import ContestError
+from bakeoff.select.contests.draw import DRAWS, cotangent, inputs
+from bakeoff.select.contests.poison import Poison, fenced, unchanged
+from bakeoff.select.declare.op import Candidate, Case, Op, resolve
+
+__all__ = [
+    "Errors",
+    "Inaccurate",
+    "Rejected",
+    "Yardstick",
+    "gradients",
+    "judge",
+    "outputs_of",
+    "results",
+    "same_bits",
+    "verify",
+    "yardsticks",
+]
+
+FACTOR = 2.0
+_MARGIN = 1.01  # an error that a value on the edge of its dtype's range may have
+_PIECE = 1 << 25  # elements of the largest float64 piece
+
+
+class Rejected(Exception):
+    """Why a candidate is out, in one line."""
+
+
+class Inaccurate(Rejected):
+    """It does what it should, but with too large an error."""
+
+
+class Errors(msgspec.Struct, frozen=True):
+    """Distances from the reference: largest within a row relative to that row, relative RMS, and gain
+    (the factor by which the result as a whole is too large or small)."""
+
+    max: float
+    rms: float
+    gain: float
+
+    def larger(self, other: "Errors") -> "Errors":
+        """The larger of each."""
+        return Errors(max(self.max, other.max), max(self.rms, other.rms), max(self.gain, other.gain))
+
+
+@dataclass
+class Yardstick:
+    """One drawn input set with its float64 results and the errors eager makes on it.
+
+    Where eager's own result isn't finite, or a little error could make it so, `exact` holds NaN: nothing is
+    asked of a candidate there.
+    """
+
+    where: str
+    args: list[Any]
+    cotangents: list[torch.Tensor]
+    names: list[str]
+    """The arguments whose gradients are wanted."""
+    exact: dict[str, torch.Tensor]
+    dtypes: dict[str, torch.dtype]
+    eager: dict[str, Errors]
+    terms: dict[str, float]
+    """How many output elements stand behind one element of a result: the length of the sums in gradients."""
+    evenness: dict[str, float]
+    aliases: set[int]
+    """Outputs that share memory with an argument in plain PyTorch too."""
+
+
+def yardsticks(op: Op, case: Case, called: Case | None = None, seed: int = 0) -> Iterator[Yardstick]:
+    """The draws a candidate must survive: on `case`, and on what was really `called`, or one item fewer,
+    so that the last tile of a kernel is ragged at least once. Each is made when it is asked for, so that the
+    largest case needs the memory of one."""
+    for offset, kind in enumerate(DRAWS):
+        where = f"{kind} inputs, seed {seed + offset}"
+        yield _yardstick(op, case, seed + offset, (kind, kind), where)
+    other = called if called is not None and called.args != case.args else _one_item_fewer(op, case)
+    if other is not None:
+        seed += len(DRAWS)
+        shapes = ", ".join(f"{name} {list(meta.shape)}" for name, meta in other.tensors.items())
+        kinds = ("normal", "adversarial")  # an even seed: the gradient it is given is transposed
+        yield _yardstick(op, other, seed, kinds, f"normal inputs, seed {seed}, {shapes}")
+
+
+def _one_item_fewer(op: Op, case: Case) -> Case | None:
+    cut: dict[str, Any] = {}
+    for name, meta in case.tensors.items():
+        if name in op.batched:
+            if not meta.shape or meta.shape[0] < 2:
+                return None
+            cut[name] = msgspec.structs.replace(meta, shape=(meta.shape[0] - 1, *meta.shape[1:]))
+    return case.replace(**cut) if cut else None
+
+
+def _yardstick(op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str) -> Yardstick:
+    args = inputs(op, case, seed, kinds[0])
+    outputs = outputs_of(op.incumbent.call, args)
+    aliases = _aliases(outputs, args)
+    cotangents = [cotangent(out, args, seed + i, kinds[1]) for i, out in enumerate(outputs)]
+    names = [op.params[i] for i, a in enumerate(args) if _wants_grad(a)]
+    got = results(outputs, args, cotangents, names)
+    del outputs
+    exact = _reference(op, args, cotangents, names)
+    if set(got) != set(exact):
+        raise ContestError(f"{op.name}: eager gives {sorted(got)}, but the reference gives {sorted(exact)}")
+    for name, tensor in got.items():
+        near = (exact[name] * _MARGIN).to(tensor.dtype)
+        exact[name] = exact[name].masked_fill(~(torch.isfinite(tensor) & torch.isfinite(near)), math.nan)
+    eager = {name: _errors(got[name], exact[name]) for name in got}
+    if any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args):
+        eager = _float64_errors(op, args, cotangents, names, exact, eager)
+    dtypes = {name: tensor.dtype for name, tensor in got.items()}
+    most = max((dy.numel() for dy in cotangents), default=0)
+    terms = {name: max(1.0, most / max(tensor.numel(), 1)) for name, tensor in got.items()}
+    evenness = {name: _evenness(tensor) for name, tensor in exact.items()}
+    return Yardstick(where, args, cotangents, names, exact, dtypes, eager, terms, evenness, aliases)
+
+
+def _float64_errors(
+    op: Op,
+    args: list[Any],
+    cotangents: list[torch.Tensor],
+    names: list[str],
+    exact: dict[str, torch.Tensor],
+    eager: dict[str, Errors],
+) -> dict[str, Errors]:
+    """Eager's errors in float64, where the reference is no more exact than eager and may be the same code:
+    at least those it makes in float32, scaled by the ratio of the precisions."""
+    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    narrow = [_narrow(a) if isinstance(a, torch.Tensor) else a for a in args]
+    outputs = outputs_of(op.incumbent.call, narrow)
+    dys = [dy.to(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]
+    for name, tensor in results(outputs, narrow, dys, names).items():
+        errors = _errors(tensor, exact[name].masked_fill(~torch.isfinite(tensor), math.nan))
+        eager[name] = eager[name].larger(Errors(*(ratio * e for e in msgspec.structs.astuple(errors))))
+    return eager
+
+
+def _narrow(tensor: torch.Tensor) -> torch.Tensor:
+    narrow = tensor.detach().float() if tensor.dtype == torch.float64 else tensor.detach()
+    return narrow.requires_grad_(tensor.requires_grad)
+
+
+def verify(op: Op, candidate: Candidate, sticks: Iterable[Yardstick]) -> tuple[Errors, bool]:
+    """The candidate's worst errors and whether it repeats itself bit for bit; raises `Rejected`."""
+    worst = Errors(0.0, 0.0, 0.0)
+    deterministic = True
+    for stick in sticks:
+        args = [fenced(a) if isinstance(a, torch.Tensor) else a for a in stick.args]
+        cotangents = [fenced(dy) for dy in stick.cotangents]
+        got = _poisoned_run(candidate, args, cotangents, stick)
+        _check_inputs(op, args, cotangents, stick)
+        for name in sorted(set(got) ^ set(stick.exact)):
+            article = "a" if name in got else "no"
+            raise Rejected(f"gives {article} {name}, unlike the reference ({stick.where})")
+        for name, tensor in got.items():
+            worst = worst.larger(judge(name, tensor, stick))
+        again = _run(candidate, args, cotangents, stick)
+        _check_inputs(op, args, cotangents, stick)
+        if not all(same_bits(got[name], again[name]) for name in got):
+            if candidate.deterministic:
+                raise Rejected(
+                    f"differs from run to run although declared deterministic: a race ({stick.where})"
+                )
+            deterministic = False
+    return worst, deterministic and candidate.deterministic
+
+
+def _check_inputs(op: Op, args: list[Any], cotangents: list[torch.Tensor], stick: Yardstick) -> None:
+    for name, copy, original in zip(op.params, args, stick.args, strict=True):
+        if isinstance(original, torch.Tensor) and not unchanged(copy, original):
+            raise Rejected(f"modifies its input {name} ({stick.where})")
+    for copy, original in zip(cotangents, stick.cotangents, strict=True):
+        if not unchanged(copy, original):
+            raise Rejected(f"modifies the gradient it is given ({stick.where})")
+
+
+def _poisoned_run(
+    candidate: Candidate, args: list[Any], cotangents: list[torch.Tensor], stick: Yardstick
+) -> dict[str, torch.Tensor]:
+    counter = resolve(candidate.launches) if candidate.launches else None
+    count = counter() if counter else 0
+    poison = Poison()
+    if candidate.name == "compiled":  # torch.compile steps aside while a dispatch mode is active
+        got = _run(candidate, args, cotangents, stick)
+    else:
+        with poison:
+            got = _run(candidate, args, cotangents, stick)
+    if counter and counter() == count:
+        raise Rejected("none of its own kernels ran: it silently computed something else")
+    if poison.broken():
+        raise Rejected(f"writes outside its output ({stick.where})")
+    return got
+
+
+def _run(
+    candidate: Candidate, args: list[Any], cotangents: list[torch.Tensor], stick: Yardstick
+) -> dict[str, torch.Tensor]:
+    outputs = outputs_of(candidate.call, args)
+    if len(outputs) != len(cotangents):
+        raise Rejected(f"returns {len(outputs)} tensors, not {len(cotangents)}")
+    for out, dy in zip(outputs, cotangents, strict=True):
+        if not isinstance(out, torch.Tensor):
+            raise Rejected(f"returns a {type(out).__name__}, not a tensor")
+        if out.shape != dy.shape or out.dtype != dy.dtype or out.device != dy.device:
+            raise Rejected(
+                f"returns {out.dtype}{list(out.shape)} on {out.device}, "
+                f"not {dy.dtype}{list(dy.shape)} on {dy.device}"
+            )
+    # Writing to such an output would change the input, here and not where plain PyTorch runs.
+    if not _aliases(outputs, args) <= stick.aliases:
+        raise Rejected(f"returns memory of an input ({stick.where})")
+    return results(outputs, args, cotangents, stick.names)
+
+
+def results(
+    outputs: list[torch.Tensor], args: list[Any], cotangents: list[torch.Tensor], names: list[str]
+) -> dict[str, torch.Tensor]:
+    """`outputs` and the gradients of the arguments called `names`, by what they are called in messages; those
+    that do not exist are left out."""
+    slopes = gradients(outputs, args, cotangents)
+    outputs = [out.detach() for out in outputs]
+    named = {"output" if len(outputs) == 1 else f"output {i}": out for i, out in enumerate(outputs)}
+    found = zip(names, slopes, strict=True)
+    return named | {f"gradient of {name}": slope for name, slope in found if slope is not None}
+
+
+def _aliases(outputs: list[torch.Tensor], args: list[Any]) -> set[int]:
+    taken = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)} - {0}
+    return {i for i, out in enumerate(outputs) if out.untyped_storage().data_ptr() in taken}
+
+
+def judge(name: str, tensor: torch.Tensor, stick: Yardstick) -> Errors:
+    """The errors of the result called `name`; raises `Rejected` where they are larger than is allowed."""
+    exact, eager, dtype = stick.exact[name], stick.eager[name], stick.dtypes[name]
+    if tensor.dtype != dtype or tensor.shape != exact.shape:
+        raise Rejected(f"{name} is {tensor.dtype}{list(tensor.shape)}, not {dtype}{list(exact.shape)}")
+    bad = ~torch.isfinite(tensor) & torch.isfinite(exact)
+    if bool(bad.any()):
+        index = tuple(bad.nonzero()[0].tolist())
+        raise Rejected(f"{name} is {tensor[index].item()} at {list(index)} ({stick.where})")
+    errors = _errors(tensor, exact)
+    inexact = dtype.is_floating_point or dtype.is_complex
+    store = torch.finfo(dtype).eps if inexact else 0.0
+    unit = min(store, torch.finfo(torch.float32).eps)
+    chain = unit * stick.terms[name] ** 0.5  # a plain sum in another order than eager's pairwise one
+    floors = Errors(
+        store / 2 + 4 * unit + chain,
+        store / 16 + 2 * unit + chain / 4,
+        store / 32 + 2 * unit + (store + chain / 4) / stick.evenness[name] ** 0.5,
+    )
+    for norm in ("max", "rms", "gain"):
+        mine, bound = getattr(errors, norm), FACTOR * getattr(eager, norm) + getattr(floors, norm)
+        if not mine <= bound:
+            place = f" at {_worst_index(tensor, exact)}" if norm == "max" else ""
+            raise Inaccurate(
+                f"{name} is wrong: {norm} error {mine:.2g}{place}, eager's is {getattr(eager, norm):.2g}, "
+                f"allowed {bound:.2g} ({stick.where})"
+            )
+    return errors
+
+
+def outputs_of(call: Callable[..., Any], args: list[Any]) -> list[torch.Tensor]:
+    """What `call` returns, as a list."""
+    result = call(*args)
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+def _wants_grad(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.requires_grad
+
+
+def gradients(
+    outputs: Sequence[torch.Tensor], args: Sequence[Any], cotangents: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """The gradient of each argument that wants one; None where there is none."""
+    wanted = [a for a in args if _wants_grad(a)]
+    pairs = [(out, dy) for out, dy in zip(outputs, cotangents, strict=True) if out.requires_grad]
+    if not wanted or not pairs:
+        return [None] * len(wanted)
+    roots, dys = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(roots, wanted, dys, allow_unused=True))
+
+
+def _reference(
+    op: Op, args: list[Any], cotangents: list[torch.Tensor], names: list[str]
+) -> dict[str, torch.Tensor]:
+    """The reference in float64, in pieces of dimension 0, so that any size fits: outputs and gradients of
+    batched arguments are joined, gradients of shared arguments summed, both exactly in float64."""
+    batched = [
+        name in op.batched and isinstance(arg, torch.Tensor) and arg.dim() > 0
+        for name, arg in zip(op.params, args, strict=True)
+    ]
+    sizes = [(arg.shape[0], arg.numel()) for arg, flag in zip(args, batched, strict=True) if flag]
+    items, numel = max(sizes, key=lambda size: size[1], default=(1, 1))
+    piece = max(1, items * _PIECE // max(numel, 1))
+    cuts = [slice(start, start + piece) for start in range(0, items, piece)] if numel > _PIECE else [None]
+    joined: dict[str, list[torch.Tensor]] = {}
+    summed: dict[str, torch.Tensor] = {}
+    for cut in cuts:
+        part = [
+            _wide(arg[cut] if flag and cut else arg) if isinstance(arg, torch.Tensor) else arg
+            for arg, flag in zip(args, batched, strict=True)
+        ]
+        outputs = outputs_of(op.reference, part)
+        dys = [(dy[cut] if cut else dy).to(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]
+        for name, tensor in results(outputs, part, dys, names).items():
+            argument = name.removeprefix("gradient of ")
+            if name.startswith("gradient") and argument not in op.batched:
+                summed[name] = summed[name] + tensor if name in summed else tensor
+            else:
+                joined.setdefault(name, []).append(tensor)
+    whole = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in joined.items()}
+    return {name: _floating(tensor) for name, tensor in {**whole, **summed}.items()}
+
+
+def _floating(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype.is_floating_point or tensor.dtype.is_complex else tensor.double()
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    if tensor.dtype.is_complex:
+        detached = detached.to(torch.complex128)
+    elif tensor.dtype.is_floating_point:
+        detached = detached.double()
+    return detached.requires_grad_(tensor.requires_grad)
+
+
+def _errors(got: torch.Tensor, exact: torch.Tensor) -> Errors:
+    """Distances over the finite elements of `exact`."""
+    if exact.numel() == 0:
+        return Errors(0.0, 0.0, 0.0)
+    got, exact = _rows(got), _rows(exact)
+    # All is divided by the peak, so that squares stay finite.
+    peak = exact.abs().nan_to_num(0.0, 0.0, 0.0).max().item() or 1.0
+    step = max(1, _PIECE // max(exact.shape[1], 1))
+    worst, square, norm, along = 0.0, 0.0, 0.0, 0.0
+    for start in range(0, exact.shape[0], step):
+        want = exact[start : start + step]
+        known = torch.isfinite(want)
+        off = ((got[start : start + step].to(want.dtype) - want) / peak).masked_fill(~known, 0)
+        want = (want / peak).masked_fill(~known, 0)
+        scale = want.abs().amax(1).clamp(min=1e-6)
+        worst = max(worst, (off.abs().amax(1) / scale).max().item())
+        square += off.abs().square().sum().item()
+        norm += want.abs().square().sum().item()
+        along += (off * want.conj()).sum().real.item()
+    norm = norm or 1.0
+    return Errors(worst, (square / norm) ** 0.5, abs(along) / norm)
+
+
+def _evenness(exact: torch.Tensor) -> float:
+    """How many elements of equal size would average out errors as well: (sum x^2)^2 / sum x^4, at least 1.
+
+    The gain is an average of the elements' relative errors weighted by x^2, and one loud element its own.
+    """
+    peak = exact.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if exact.numel() else 0.0
+    squares = fourths = 0.0
+    for piece in exact.reshape(-1).split(_PIECE):
+        power = (piece.abs() / (peak or 1.0)).nan_to_num(0.0, 0.0, 0.0).square()
+        squares += power.sum().item()
+        fourths += power.square().sum().item()
+    return max(squares * squares / (fourths or 1.0), 1.0)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[rows, elements]; a column counts as one row: an element can't be judged by nothing but itself."""
+    rows = tensor.dim() > 1 and tensor.shape[-1] > 1
+    return tensor.reshape(-1, tensor.shape[-1]) if rows else tensor.reshape(1, -1)
+
+
+def _worst_index(got: torch.Tensor, exact: torch.Tensor) -> list[int]:
+    off, size = (got.to(exact.dtype) - exact).abs().nan_to_num(0.0), exact.abs().nan_to_num(0.0)
+    scale = size.amax(-1, keepdim=True) if exact.dim() > 1 and exact.shape[-1] > 1 else size.max()
+    flat = int((off / scale.clamp(min=size.max() * 1e-6)).argmax())
+    return [int(i) for i in torch.unravel_index(torch.tensor(flat), exact.shape)] if exact.dim() else []
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal bit for bit, NaN included."""
+    one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(one, other)

@@ -1,0 +1,73 @@
+"""Keys: what a decision depends on, and how exact calls fall into buckets."""
+
+from collections.abc import Sequence
+
+from bakeoff.select.declare.op import Case, Op, TensorMeta
+
+__all__ = ["REGIMES", "key", "layout", "round_rows", "with_layout"]
+
+REGIMES = ("eager", "graph", "compiled")
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def round_rows(n: int) -> int:
+    """`n` rounded up to a power of two times 1, 1.25, 1.5 or 1.75; exact up to 8."""
+    if n <= 8:
+        return n
+    step = 1 << ((n - 1).bit_length() - 3)
+    return -(-n // step) * step
+
+
+def layout(meta: TensorMeta, features: int = 1) -> str:
+    """The layout class: "dense", "strided" (dense features, any stride over rows) or "other"."""
+    if meta.is_contiguous:
+        return "dense"
+    shape, stride = meta.shape[-features:], meta.stride[-features:]
+    return "strided" if TensorMeta(shape, meta.dtype, stride).is_contiguous else "other"
+
+
+def with_layout(meta: TensorMeta, shape: Sequence[int], features: int = 1) -> TensorMeta:
+    """`meta` at another shape, in a canonical form of its layout class.
+
+    "strided" becomes rows twice as far apart as dense ones; "other" a transposed last pair of dimensions.
+    """
+    dense = TensorMeta.dense(shape, meta.dtype, grad=meta.requires_grad)
+    kind = layout(meta, features)
+    if kind == "dense" or not shape:
+        return dense
+    if kind == "strided":
+        rows = len(shape) - features
+        stride = (*(2 * s for s in dense.stride[:rows]), *dense.stride[rows:])
+    elif len(shape) == 1:
+        stride = (2,)
+    else:
+        swapped = (*shape[:-2], shape[-1], shape[-2])
+        turned = TensorMeta.dense(swapped, meta.dtype).stride
+        stride = (*turned[:-2], turned[-1], turned[-2])
+    return TensorMeta(tuple(shape), meta.dtype, stride, meta.requires_grad)
+
+
+def key(op: Op, case: Case, regime: str) -> str:
+    """The readable key of a case: ``rms_norm(x=bf16[8192,4096]', ...) cuda eager``.
+
+    A prime marks a tensor whose gradient is wanted; layouts other than dense are named after the shape.
+    In the compiled regime row counts are wild: one compiled graph serves every length.
+    """
+    representative = op.bucket(case)
+    parts = []
+    for name, value in representative.args.items():
+        if isinstance(value, TensorMeta):
+            features = op.features.get(name, len(value.shape))
+            rows = len(value.shape) - features
+            dims = [
+                "*" if regime == "compiled" and i < rows else str(size) for i, size in enumerate(value.shape)
+            ]
+            dtype = str(value.dtype).removeprefix("torch.")
+            kind = layout(value, features)
+            text = f"{_SHORT.get(dtype, dtype)}[{','.join(dims)}]"
+            text += "" if kind == "dense" or regime == "compiled" else f":{kind}"
+            parts.append(f"{name}={text}{chr(39) if value.requires_grad else ''}")
+        elif value is not None:
+            parts.append(f"{name}={value}")
+    return f"{op.name}({', '.join(parts)}) {case.device.split(':')[0]} {regime}"
