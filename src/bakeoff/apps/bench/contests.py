@@ -37,8 +37,8 @@ def run_ops(
 
     Rows that `out` holds of the same cells are replaced, those of other cells stay, as long as they come from
     the same machine and versions. With `resume`, cells that `out` holds with today's sources are left out.
-    Contests are held `jobs` at a time (`bakeoff.select.contests.side_by_side`). A cell that can't be measured (out of
-    memory, say) becomes a row with the reason.
+    Contests are held `jobs` at a time (`bakeoff.select.contests.side_by_side`). A cell that can't be
+    measured (out of memory, say) becomes a row with the reason.
 
     Raises:
         ResultsError: `out` can't be read or written, or belongs to another machine or other versions.

@@ -1,5 +1,6 @@
-"""Tables of an op's measurements on a page, from committed results: `python -m bakeoff.apps.bench.page PAGE...`;
-`--check` only compares.
+"""Tables of an op's measurements on a page, from committed results.
+
+`python -m bakeoff.apps.bench.page PAGE...` writes them; `--check` only compares.
 
 A page has the lines ``<!-- op: NAME -->`` and ``<!-- end -->``; what is between them is written. A stale case
 was measured with another source than today's.

@@ -1,4 +1,6 @@
-"""The README's table of results: ``python -m bakeoff.apps.bench.readme`` writes it, ``--check`` only compares.
+"""The README's table of results.
+
+``python -m bakeoff.apps.bench.readme`` writes it, ``--check`` only compares.
 
 Nothing in it is typed by hand: it says what the files in results/ say.
 """
