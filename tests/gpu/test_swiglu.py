@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from bakeoff.launch import launches
+from bakeoff.kernels.counter import launches
 from bakeoff.ops.swiglu import OP, swiglu
-from bakeoff.ops.swiglu.autograd import _backward_op, _forward_op
-from bakeoff.ops.swiglu.autograd import swiglu as candidate
 from bakeoff.ops.swiglu.reference import swiglu as reference
+from bakeoff.ops.swiglu.triton import swiglu as candidate
 from bakeoff.select.contests.verify import verify, yardsticks
 from bakeoff.select.declare.op import Case, TensorMeta
 
@@ -170,10 +169,11 @@ def test_torch_compile_whole_with_any_length(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_opcheck(form: str) -> None:
     gate, up, dy = tensors(20, 384, form=form)
-    torch.library.opcheck(_forward_op, (gate, up))
-    plain = (dy, gate.detach(), None if up is None else up.detach())
-    for wants in ((True, True), (True, False), (False, True)):
-        torch.library.opcheck(_backward_op, (*plain, *wants))
+    torch.library.opcheck(candidate.traced.forward, (gate, up, True, ""))
+    given = (gate.detach(), None if up is None else up.detach())
+    for wanted in ([True, True], [True, False], [False, True]):
+        if up is not None or wanted == [True, False]:
+            torch.library.opcheck(candidate.traced.backward, (dy, *given, *given, wanted, ""))
 
 
 def test_autocast() -> None:

@@ -10,30 +10,39 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bakeoff.ops.swiglu import kernels, run
-from bakeoff.ops.swiglu.autograd import _backward_op, _forward_op
-from bakeoff.ops.swiglu.autograd import swiglu as candidate
+from bakeoff.kernels.triton import TritonKernel
+from bakeoff.ops.swiglu import kernels
 from bakeoff.ops.swiglu.op import OP
 from bakeoff.ops.swiglu.plain import eager
 from bakeoff.ops.swiglu.reference import swiglu as reference
+from bakeoff.ops.swiglu.triton import swiglu
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
 
 Pair = tuple[torch.Tensor, torch.Tensor | None]
 IMPLEMENTATIONS = pytest.mark.parametrize(
-    "fn", [candidate, eager, reference], ids=["triton", "eager", "reference"]
+    "fn", [swiglu, eager, reference], ids=["triton", "eager", "reference"]
 )
 FORMS = ("packed", "separate", "halves")
 
 
-def tiles(threads: int) -> Callable[..., kernels.Plan]:
-    """The launches of programs with this many threads: small ones, so that there are several."""
-    return functools.partial(kernels.plan, threads=threads, lanes=threads)
+tiled = swiglu
+"""The candidate with the tiling that a test asks for."""
+
+
+def candidate(gate: torch.Tensor, up: torch.Tensor | None) -> Any:
+    """The op as the test launches it."""
+    return tiled(gate, up)
+
+
+def threads_of(count: int) -> Any:
+    """The op in programs of so many threads: of few, so that there are several programs."""
+    return swiglu.bind(f"forward(threads={count},accesses=1) backward(threads={count},accesses=1)")
 
 
 @pytest.fixture(params=[128, 2], ids=["block", "tiny blocks"])
 def tile(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_plan", tiles(request.param))
+    monkeypatch.setattr(f"{__name__}.tiled", threads_of(request.param))
 
 
 def tensors(shape: tuple[int, ...], form: str = "separate", dtype: torch.dtype = torch.float32) -> Pair:
@@ -101,11 +110,11 @@ def test_passes_the_contest_verification(form: str, dtype: torch.dtype) -> None:
 
 
 def test_blocks_are_several_and_cross_rows() -> None:
-    launch = tiles(2)(5, 33, 4, (66, 66), True, kernels.FORWARD_ACCESSES)
-    block = launch.constants["BLOCK"]
-    assert 33 % block
-    assert 1 < launch.grid[0] == math.ceil(5 * 33 / block)
-    assert not launch.constants["FLAT"]
+    tiling = kernels.Tiling(2, 1)
+    grid, numbers = kernels.launch(5, 33, 4, {"gate": 66, "up": 66}, packed=True, tiling=tiling)
+    assert 33 % numbers["BLOCK"]
+    assert 1 < grid[0] == math.ceil(5 * 33 / numbers["BLOCK"])
+    assert not numbers["FLAT"]
 
 
 @pytest.mark.parametrize(
@@ -126,11 +135,11 @@ def test_blocks_are_several_and_cross_rows() -> None:
 def test_what_is_promised_about_addresses(
     rows: int, features: int, strides: tuple[int, ...], packed: bool, flat: bool, align: int
 ) -> None:
-    launch = kernels.plan(rows, features, 2, strides, packed, 1)
-    assert (launch.constants["FLAT"], launch.constants["ALIGN"]) == (flat, align)
-    *units, total = launch.numbers
-    assert total * align == rows * features
-    assert flat or [unit * align for unit in units] == list(strides)
+    named = dict(zip(("gate", "up"), strides, strict=True))
+    _, numbers = kernels.launch(rows, features, 2, named, packed=packed)
+    assert (numbers["FLAT"], numbers["ALIGN"]) == (flat, align)
+    assert numbers["units"] * align == rows * features
+    assert flat or [numbers[f"{name}_units"] * align for name in named] == list(strides)
 
 
 @pytest.mark.usefixtures("tile")
@@ -228,7 +237,7 @@ def test_any_shape_and_stride(
         padded = torch.cat([gate.detach(), gate.new_zeros((*shape, pad))], -1)
         gate = padded[..., :width].requires_grad_()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_plan", tiles(threads))
+        patch.setattr(f"{__name__}.tiled", threads_of(threads))
         compare(gate, up, torch.randn(*shape, features).to(dtype))
 
 
@@ -254,7 +263,7 @@ def test_linear_in_up_and_odd_up_to_the_product(fn: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("shape", [(6, 50), (2, 3, 7)])
 def test_one_tensor_is_the_same_as_two(fn: Callable[..., Any], shape: tuple[int, ...]) -> None:
     """Its gradient is the two gradients side by side; the kernels give the same bits."""
-    same = functools.partial(torch.testing.assert_close, rtol=0 if fn is candidate else 3e-7, atol=0)
+    same = functools.partial(torch.testing.assert_close, rtol=0 if fn is swiglu else 3e-7, atol=0)
     both, _ = tensors(shape, "packed")
     gate, up = (half.detach().clone().requires_grad_() for half in both.chunk(2, -1))
     dy = torch.randn(shape)
@@ -287,11 +296,13 @@ def test_one_launch_each_way_and_nothing_kept_but_the_inputs(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[str] = []
-    for name in ("_forward", "_backward"):
-        real = getattr(run, name)
-        monkeypatch.setattr(
-            run, name, lambda *a, name=name, real=real, **meta: (launched.append(name), real(*a, **meta))
-        )
+    launch = TritonKernel.__call__
+
+    def noted(kernel: TritonKernel, *args: Any, **named: Any) -> Any:
+        launched.append(kernel.function.__name__)
+        return launch(kernel, *args, **named)
+
+    monkeypatch.setattr(TritonKernel, "__call__", noted)
     gate, up = tensors((5, 24), form)
     given = [t for t in (gate, up) if t is not None]
     with Poison() as poison:
@@ -325,10 +336,11 @@ def test_double_backward_raises(form: str) -> None:
 def test_registered_ops(form: str) -> None:
     """What torch.compile sees: schema, fake shapes and autograd agree with the kernels."""
     gate, up = tensors((5, 24), form)
-    torch.library.opcheck(_forward_op, (gate, up))
-    plain = (torch.randn(5, 24), gate.detach(), None if up is None else up.detach())
-    for wants in ((True, True), (True, False), (False, True)):
-        torch.library.opcheck(_backward_op, (*plain, *wants))
+    torch.library.opcheck(swiglu.traced.forward, (gate, up, True, ""))
+    given = (gate.detach(), None if up is None else up.detach())
+    for wanted in ([True, True], [True, False], [False, True]):
+        if up is not None or wanted == [True, False]:
+            torch.library.opcheck(swiglu.traced.backward, (torch.randn(5, 24), *given, *given, wanted, ""))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -350,9 +362,11 @@ def test_launches_of_the_grid(case: Any) -> None:
     """Every element of the benchmark grid belongs to one program, and no program is empty."""
     rows, width = case.gate.shape
     packed = case.up is None
-    stride = case.gate.stride[0]
-    for accesses in (kernels.FORWARD_ACCESSES, kernels.BACKWARD_ACCESSES):
-        launch = kernels.plan(rows, width // (1 + packed), 2, (stride, stride), packed, accesses)
-        block = launch.constants["BLOCK"]
-        assert 0 <= launch.grid[0] * block - rows * (width // (1 + packed)) < block
+    features = width // (1 + packed)
+    strides = dict.fromkeys(("gate", "up"), case.gate.stride[0])
+    assert kernels.tilings(case)[0] == kernels.Tiling(128, 1)  # the default comes first
+    for tiling in kernels.tilings(case):
+        grid, numbers = kernels.launch(rows, features, 2, strides, packed=packed, tiling=tiling)
+        block = numbers["BLOCK"]
+        assert 0 <= grid[0] * block - rows * features < block
         assert block & (block - 1) == 0

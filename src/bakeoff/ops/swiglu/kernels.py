@@ -5,18 +5,16 @@ idle. Where no stride interrupts a tensor (FLAT) there are no rows at all. Strid
 of ALIGN elements: the product tells the compiler what 16-byte accesses need.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["BACKWARD_ACCESSES", "FORWARD_ACCESSES", "Plan", "plan"]
+from bakeoff.kernels.layout import alignment
 
-# 16-byte loads that a thread has under way of each tensor. One is enough on an H100: two cost 1 % forward and
-# backward at large sizes, and a third at small ones.
-FORWARD_ACCESSES = 1
-BACKWARD_ACCESSES = 1
+__all__ = ["Tiling", "launch", "tilings"]
 
 _NARROW = tl.constexpr(1 << 30)  # features and a block in 32 bits
 
@@ -113,46 +111,51 @@ def _sigmoid(x, EXACT: tl.constexpr):
     return s, rest
 
 
-class Plan(NamedTuple):
-    """What a launch needs beside its tensors."""
+class Tiling(NamedTuple):
+    """How a launch is cut into programs."""
 
-    grid: tuple[int, int, int]
-    numbers: tuple[int, ...]
-    """The kernel's runtime integers, in its order."""
-    constants: dict[str, Any]
-    """Its constexprs, in its order, and the launch options."""
+    threads: int
+    """Of a program."""
+    accesses: int
+    """16-byte loads that a thread has under way of each tensor."""
 
 
-def plan(
-    N: int,
-    F: int,
+def tilings(case: Any) -> list[Tiling]:
+    """What either kernel may be launched with: the default, then more work a thread, then more a program."""
+    del case
+    return [Tiling(128, 1), Tiling(128, 2), Tiling(256, 1), Tiling(256, 2), Tiling(512, 1), Tiling(64, 1)]
+
+
+def launch(
+    rows: int,
+    features: int,
     itemsize: int,
-    strides: tuple[int, ...],
-    packed: bool,
-    accesses: int,
+    strides: Mapping[str, int],
     *,
-    threads: int = 128,
+    packed: bool,
+    tiling: Tiling | None = None,
     lanes: int = 64 if torch.version.hip else 32,
-) -> Plan:
-    """The launch over N rows of F elements; `strides` are those between rows of the tensors that are read.
+) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid over rows of y, and the kernel's numbers and constants by name.
 
-    A thread, of which a warp has `lanes`, reads `accesses` times 16 bytes of each tensor.
+    `strides` are those between rows of the tensors that are read, by the names of the kernel's arguments. A
+    warp has `lanes` threads.
     """
-    total = N * F
-    flat = N == 1 or (not packed and all(stride == F for stride in strides))
-    bits = 16 | (total if flat else F)
-    if not flat:
-        for stride in strides:
-            bits |= stride
-    align = bits & -bits  # the greatest power of two up to 16 that divides all of them
+    threads, accesses = tiling or Tiling(128, 1)
+    total = rows * features
+    flat = rows == 1 or (not packed and all(stride == features for stride in strides.values()))
+    align = alignment(total) if flat else alignment(features, *strides.values())
     block = threads * accesses * 16 // itemsize
-    constants = {
+    numbers: dict[str, Any] = {
+        f"{name}_units": 0 if flat else step // align for name, step in strides.items()
+    }
+    numbers |= {
+        "units": total // align,
         # A flat kernel serves every F, unless it finds `up` by it.
-        "F": 0 if flat and not packed else F,
+        "F": 0 if flat and not packed else features,
         "FLAT": flat,
         "ALIGN": align,
         "BLOCK": block,
-        "num_warps": threads // lanes,
+        "num_warps": max(1, threads // lanes),
     }
-    units = (0 if flat else stride // align for stride in strides)
-    return Plan((-(-total // block), 1, 1), (*units, total // align), constants)
+    return (-(-total // block),), numbers

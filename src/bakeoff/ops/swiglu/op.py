@@ -131,15 +131,16 @@ OP = Op(
         ),
         Candidate(
             "triton",
-            load="bakeoff.ops.swiglu.autograd:swiglu",
+            load="bakeoff.ops.swiglu.triton:swiglu",
             supports=triton_supports,
             requires=("triton",),
-            launches="bakeoff.launch:launches",
+            launches="bakeoff.kernels.counter:launches",
             sources=(
                 "bakeoff.ops.swiglu.kernels",
-                "bakeoff.ops.swiglu.run",
-                "bakeoff.launch",
-                "bakeoff.layout",
+                "bakeoff.kernels.op",
+                "bakeoff.kernels.plan",
+                "bakeoff.kernels.triton",
+                "bakeoff.kernels.layout",
             ),
         ),
         Candidate(

@@ -1,0 +1,124 @@
+"""What a kernel op is declared to be, and what follows from it: arguments, results, what is saved."""
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bakeoff.kernels.layout import empty_like
+from bakeoff.kernels.plan import Planner
+from bakeoff.kernels.variants import Tilings
+
+__all__ = ["Declaration", "constants", "derived", "parameters", "twice"]
+
+_SCHEMA = {float: "float", int: "SymInt", bool: "bool", str: "str", torch.dtype: "ScalarType"}
+"""Types of arguments as torch.library writes them."""
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """The arguments of `bakeoff.kernels.op.kernel_op`, and what they amount to."""
+
+    name: str
+    results: Callable[..., Any]
+    forward: Planner
+    backward: Planner | None
+    derivative: Callable[..., Mapping[str, Any]] | None
+    names: tuple[str, ...]
+    keeps: Callable[..., Sequence[Tensor]] | None
+    kept: tuple[str, ...]
+    gradients: Mapping[str, Callable[[Any], Tensor]]
+    shares: Mapping[str, str]
+    depends: Mapping[str, Sequence[str]]
+    materialize: bool
+    tilings: Mapping[str, Tilings]
+
+    kinds: dict[str, str] = field(init=False)
+    """How each argument is passed: "Tensor", "Tensor?", or a type of torch.library's schemas."""
+    differentiable: tuple[str, ...] = field(init=False)
+    """The arguments that have gradients."""
+    saved: tuple[str, ...] = field(init=False)
+    """The arguments, results and kept tensors that the backward asks for."""
+    scalars: tuple[str, ...] = field(init=False)
+    """The arguments that are no tensors."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(self.results)
+        kinds = {name: _kind(self.name, name, hints.get(name)) for name in parameters(self.results)}
+        tensors = [name for name, kind in kinds.items() if kind.startswith("Tensor")]
+        asked = parameters(self.backward or self.derivative)
+        differentiable = [name for name in tensors if f"d{name}" in asked]
+        if self.derivative is not None:  # it returns gradients by name; which, its first call would tell
+            differentiable = [*self.gradients]
+        self._set("kinds", kinds)
+        self._set("differentiable", tuple(differentiable))
+        self._set("saved", tuple(name for name in (*tensors, *self.names, *self.kept) if name in asked))
+        self._set("scalars", tuple(name for name in kinds if name not in tensors))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return tuple(self.kinds)
+
+    @property
+    def backward_values(self) -> tuple[str, ...]:
+        """What a backward is called with, in order."""
+        arriving = [f"d{name}" for name in self.names]
+        filled = [f"d{name}" for name in self.differentiable]
+        return (*arriving, *self.saved, *self.scalars, *filled)
+
+    def gradient_like(self, name: str) -> Callable[[Any], Tensor]:
+        """What allocates the gradient of an argument, given a tensor of its shape and dtype."""
+        return self.gradients.get(name, empty_like)
+
+
+def constants(declared: Declaration, made: Sequence[Tensor], needed: Mapping[str, bool]) -> list[Tensor]:
+    """The results that depend on no argument that needs a gradient."""
+    results = dict(zip(declared.names, made, strict=False))
+    return [results[name] for name, on in declared.depends.items() if not any(needed[a] for a in on)]
+
+
+def derived(
+    declared: Declaration,
+    arriving: Sequence[Any],
+    saved: Sequence[Any],
+    scalars: Sequence[Any],
+    wanted: Sequence[str],
+) -> Mapping[str, Any]:
+    """What the op's `derivative` returns."""
+    derivative = declared.derivative
+    assert derivative is not None
+    values = zip(declared.backward_values, (*arriving, *saved, *scalars), strict=False)
+    asked = parameters(derivative)
+    return derivative(wanted=wanted, **{name: value for name, value in values if name in asked})
+
+
+def twice(name: str) -> str:
+    """What an op says that is asked for a second derivative."""
+    op = name.split(".")[0]
+    return (
+        f"{op}'s kernels can't be differentiated twice; pass impl='eager' or use bakeoff.using({op}='eager')"
+    )
+
+
+def parameters(function: Callable[..., Any] | None) -> tuple[str, ...]:
+    """The names of a function's parameters."""
+    return () if function is None else tuple(inspect.signature(function).parameters)
+
+
+def _kind(op: str, name: str, hint: Any) -> str:
+    if hint is Tensor:
+        return "Tensor"
+    if typing.get_origin(hint) in (typing.Union, types.UnionType) and Tensor in typing.get_args(hint):
+        return "Tensor?"
+    if hint in _SCHEMA:
+        return _SCHEMA[hint]
+    expected = ", ".join(["Tensor", "Tensor | None", *(kind.__name__ for kind in _SCHEMA)])
+    raise TypeError(f"{op}: argument {name} is declared as {hint}, expected one of {expected}")

@@ -1,0 +1,94 @@
+"""Launching one Triton kernel in a few microseconds.
+
+``kernel[grid](...)`` re-derives the kernel's specialisation from every argument on every call. Here the
+compiled kernel is remembered under what can really change it (constexprs, dtypes, pointer alignment), and
+later launches go straight to the driver.
+
+Contract for a kernel: constexprs are declared after the runtime arguments, and every runtime integer and
+float is listed in ``do_not_specialize``, so that its value never selects another binary. Under Triton's
+interpreter the same call runs the interpreted kernel.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from triton import knobs
+
+from bakeoff.kernels import counter
+
+__all__ = ["Compiled", "TritonKernel"]
+
+
+class Compiled(NamedTuple):
+    """A kernel in the driver, for one set of dtypes, constexprs and options."""
+
+    run: Callable[..., None]
+    function: Any
+    packed: Any
+    constants: tuple[Any, ...]
+    """The constexprs, in the kernel's order."""
+
+    def replay(self, grid: str, arguments: str, prefix: str) -> tuple[str, dict[str, Any]]:
+        """The line of Python that launches it on `stream`, and the objects that line names."""
+        line = (
+            f"{prefix}run({grid}, stream, {prefix}function, {prefix}packed, None, None, None, {arguments}"
+            f"*{prefix}constants)"
+        )
+        return line, {f"{prefix}{name}": value for name, value in self._asdict().items()}
+
+
+class TritonKernel:
+    """Launches one ``@triton.jit`` function.
+
+    ``kernel(grid, x=x, N=N, BLOCK=1024, num_warps=4)``: everything by the names that the function gives its
+    arguments, constexprs and compile options beside them. A misaligned pointer or an installed launch hook
+    takes Triton's own, slower path.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        kinds = {name: p.annotation for name, p in inspect.signature(function.fn).parameters.items()}
+        self.runtime = tuple(name for name, kind in kinds.items() if kind is not tl.constexpr)
+        """The names of the arguments that a launch passes, in order."""
+        self.constexprs = tuple(name for name in kinds if name not in self.runtime)
+        self._own = frozenset(self.runtime)
+        self._compiled: dict[tuple[Any, ...], Compiled] = {}
+
+    def __call__(self, grid: tuple[int, ...], /, **named: Any) -> Compiled | None:
+        """Launch once. The result is what later launches of the same kind may use, or None where they
+        can't."""
+        counter.count()
+        pointers, device = 0, -1
+        values: list[Any] = []
+        types: list[Any] = []
+        for name in self.runtime:
+            value = named[name]
+            if isinstance(value, torch.Tensor):
+                pointer = value.data_ptr()
+                pointers |= pointer
+                device = value.get_device()
+                values.append(pointer)
+                types.append(value.dtype)
+            else:
+                values.append(value)
+                types.append(value.__class__)
+        if device < 0 or pointers & 15 or knobs.runtime.launch_enter_hook.calls:
+            self.function[grid](**named)
+            return None
+        key = (device, *types, *[item for item in named.items() if item[0] not in self._own])
+        compiled = self._compiled.get(key)
+        if compiled is None or device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                built = self.function[grid](**named)
+            constants = tuple(named[name] for name in self.constexprs if name in named)
+            compiled = Compiled(built.run, built.function, built.packed_metadata, constants)
+            self._compiled[key] = compiled
+            return compiled
+        run, function, packed, constants = compiled
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(x, y, z, stream, function, packed, None, None, None, *values, *constants)
+        return compiled
