@@ -170,13 +170,15 @@ class Plan:
             return None
         pointers = [line for line in self._pointers.values() if line]
         misaligned = " | ".join(f"p_{name}" for name, line in self._pointers.items() if line)
+        index = self.device.index
+        on_gpu = self.device.type == "cuda"
         lines = [
-            f"if current_device() != {self.device.index}: return False" if self.device.type == "cuda" else "",
+            f"if current_device() != {index}: return False" if on_gpu else "",
             "if runtime.launch_enter_hook.calls: return False",
             *self._before,
             *pointers,
-            *([f"if ({misaligned}) & 15: return False"] if misaligned else []),
-            f"stream = current_stream({self.device.index})" if self.launches else "",
+            f"if ({misaligned}) & 15: return False" if misaligned else "",
+            f"stream = current_stream({index})" if on_gpu and self.launches else "",
             *self._after,
             f"count({self.launches})" if self.launches else "",
             "return True",

@@ -1,0 +1,166 @@
+"""What an op's arguments must be, declared: shapes by letters, dtypes, numbers, flags, choices.
+
+::
+
+    arguments = {
+        "u": Tensor("B T C", hint="one sequence is u[None]"),
+        "h": Tensor("C L+"),
+        "gate": Tensor("as u", optional=True),
+        "causal": Flag(),
+    }
+
+A letter has one size in all shapes of a call, ``+`` after it asks for at least one element, ``...`` stands
+for any leading dimensions, a number for itself, and ``as u`` for u's whole shape. Arguments are checked in
+the order of their declaration. What rules can't say is left to `Op.check`.
+"""
+
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from bakeoff.select.declare.op import Case, TensorMeta
+
+__all__ = [
+    "COMPLEX",
+    "FLOATING",
+    "REAL",
+    "Choice",
+    "Dtypes",
+    "Flag",
+    "Number",
+    "Rule",
+    "Tensor",
+    "check_arguments",
+]
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Some dtypes, and what a caller does who has another one; ``{name}`` in the text is the argument's."""
+
+    allow: Callable[[torch.dtype], bool]
+    advice: str
+
+
+FLOATING = Dtypes(
+    lambda dtype: dtype.is_floating_point and dtype.itemsize >= 2,
+    "convert it to a floating point dtype of at least 16 bits",
+)
+REAL = Dtypes(lambda dtype: dtype in (torch.float32, torch.float64), "expected float32: {name}.float()")
+COMPLEX = Dtypes(
+    lambda dtype: dtype in (torch.complex64, torch.complex128),
+    "expected complex64; reals [..., 2] become complex by torch.view_as_complex({name})",
+)
+
+
+class Rule:
+    """What one argument must be."""
+
+    def check(self, op: str, name: str, case: Case, sizes: dict[str, int]) -> None:
+        """Raises TypeError or ValueError, with the fix. `sizes` holds what letters mean so far."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Tensor(Rule):
+    """A tensor."""
+
+    shape: str
+    dtypes: Dtypes = FLOATING
+    optional: bool = False
+    """Whether it may be None."""
+    dtype_of: str = ""
+    """An earlier argument that has the same dtype."""
+    hint: str = ""
+    """What a caller does whose shape is another, or who passes no tensor."""
+
+    def check(self, op: str, name: str, case: Case, sizes: dict[str, int]) -> None:
+        value = case.args[name]
+        if value is None and self.optional:
+            return
+        if not isinstance(value, TensorMeta):
+            raise TypeError(f"{op}: {name} must be a tensor, got {reprlib.repr(value)}{self._hinted('; ')}")
+        if not self.dtypes.allow(value.dtype):
+            raise TypeError(f"{op}: {name} is {value.dtype}; {self.dtypes.advice.format(name=name)}")
+        other = case.args.get(self.dtype_of)
+        if isinstance(other, TensorMeta) and value.dtype != other.dtype:
+            raise TypeError(
+                f"{op}: {name} is {value.dtype} and {self.dtype_of} {other.dtype}: cast one of them"
+            )
+        expected = self._mismatch(value.shape, case, sizes)
+        if expected:
+            raise ValueError(f"{op}: {name} has shape {value.shape}, expected {expected}{self._hinted('; ')}")
+
+    def _hinted(self, joint: str) -> str:
+        return f"{joint}{self.hint}" if self.hint else ""
+
+    def _mismatch(self, shape: tuple[int, ...], case: Case, sizes: dict[str, int]) -> str:
+        """What the shape should be where it isn't; else "", and letters that it explains are in `sizes`."""
+        if self.shape.startswith("as "):
+            model = self.shape.removeprefix("as ")
+            other = case.args[model]
+            assert isinstance(other, TensorMeta)
+            return "" if shape == other.shape else f"{model}'s, {other.shape}"
+        words = self.shape.split()
+        tail = words[1:] if words[:1] == ["..."] else words
+        letters = [word.rstrip("+") for word in tail]
+        own = shape[len(shape) - len(tail) :] if words != tail else shape
+        fits = len(own) == len(tail) and all(
+            size == (int(letter) if letter.isdigit() else sizes.get(letter, size))
+            and not (word.endswith("+") and size < 1)
+            for word, letter, size in zip(tail, letters, own, strict=True)
+        )
+        if fits:
+            sizes |= {letter: size for letter, size in zip(letters, own, strict=True) if not letter.isdigit()}
+            return ""
+        known = [f"{letter} = {sizes[letter]}" for letter in dict.fromkeys(letters) if letter in sizes]
+        least = [f"{letter} >= 1" for word, letter in zip(tail, letters, strict=True) if word != letter]
+        described = f"[{', '.join([*(['...'] if words != tail else []), *letters])}]"
+        return described + (f" with {', '.join([*known, *least])}" if known or least else "")
+
+
+@dataclass(frozen=True)
+class Number(Rule):
+    """A finite number, of at least `least` and below `below`."""
+
+    least: float = -math.inf
+    below: float = math.inf
+
+    def check(self, op: str, name: str, case: Case, sizes: dict[str, int]) -> None:
+        value = case.args[name]
+        if not isinstance(value, int | float) or not abs(value) < math.inf:
+            raise ValueError(f"{op}: {name} must be a finite number, got {case.said(name)}")
+        if value < self.least:
+            raise ValueError(f"{op}: {name} must be >= {self.least:g}, got {value}")
+        if value >= self.below:
+            raise ValueError(f"{op}: {name} must be below {self.below:g}, got {value}")
+
+
+@dataclass(frozen=True)
+class Flag(Rule):
+    """True or False."""
+
+    def check(self, op: str, name: str, case: Case, sizes: dict[str, int]) -> None:
+        if not isinstance(case.args[name], bool):
+            raise TypeError(f"{op}: {name} is {case.said(name)}, expected True or False")
+
+
+@dataclass(frozen=True)
+class Choice(Rule):
+    """One of some words."""
+
+    words: tuple[str, ...]
+
+    def check(self, op: str, name: str, case: Case, sizes: dict[str, int]) -> None:
+        if case.args[name] not in self.words:
+            raise ValueError(f"{op}: {name} is {case.said(name)}, expected one of {', '.join(self.words)}")
+
+
+def check_arguments(op: str, rules: Mapping[str, Rule], case: Case) -> None:
+    """Raises TypeError or ValueError, with the fix, for the first argument that breaks its rule."""
+    sizes: dict[str, int] = {}
+    for name, rule in rules.items():
+        rule.check(op, name, case, sizes)
