@@ -10,7 +10,7 @@ from bakeoff.ops.byte_spectral import OP, kernels
 from bakeoff.ops.byte_spectral.kernels import backward as backward_room
 from bakeoff.ops.byte_spectral.kernels import forward as forward_room
 from bakeoff.ops.byte_spectral.reference import EPS
-from bakeoff.select.declare.op import Case
+from bakeoff.select import Case
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
 SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}

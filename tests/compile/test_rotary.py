@@ -8,7 +8,7 @@ import torch
 from aot import SHARED_LIMIT, TARGETS, build
 from bakeoff.ops.rotary import kernels
 from bakeoff.ops.rotary.op import OP
-from bakeoff.select.declare.op import TensorMeta
+from bakeoff.select import TensorMeta
 
 TRITON = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 CASES = {case.name: case for case in OP.cases()}

@@ -8,7 +8,7 @@ import torch
 from aot import TARGETS, Built, build
 from bakeoff.ops.swiglu import kernels
 from bakeoff.ops.swiglu.op import OP
-from bakeoff.select.declare.op import Case, TensorMeta
+from bakeoff.select import Case, TensorMeta
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 CASES = {case.name: case for case in OP.cases()}

@@ -13,7 +13,7 @@ from bakeoff.select.choose import policy
 from bakeoff.select.choose.agree import Decision, agree, tune_together
 from bakeoff.select.declare.key import key
 from bakeoff.select.contests.measure import Timing
-from bakeoff.select.declare.op import Candidate, Op
+from bakeoff.select import Candidate, Op, call
 from bakeoff.select.choose.policy import using
 from bakeoff.select.contests.verdict import Trial, Verdict
 from tests.unit import zoo
@@ -46,7 +46,7 @@ def verdict(winner: str, rows: int = 4, op: Op = OP) -> Verdict:
 
 def chosen(rows: int = 4) -> int:
     """0, 1 or 2: which candidate ran."""
-    return int(OP(torch.zeros(rows, 8), W, None)[0, 0])
+    return int(call(OP, torch.zeros(rows, 8), W, None)[0, 0])
 
 
 def gathered(value: Any) -> list[Any]:
@@ -93,7 +93,7 @@ def tuned(rank: int) -> None:
 
     def step() -> None:
         steps.append(1)
-        loss = zoo.CALM(X, W, None).sum()
+        loss = call(zoo.CALM, X, W, None).sum()
         dist.all_reduce(loss)
 
     with zoo.registered(zoo.CALM):
@@ -104,7 +104,7 @@ def tuned(rank: int) -> None:
         assert len(report.verdicts) == 1
         assert len({str(everybody) for everybody in gathered(report.choices)}) == 1
         with using("strict"):  # a miss would raise
-            torch.testing.assert_close(zoo.CALM(X, W, None), zoo.eager(X, W))
+            torch.testing.assert_close(call(zoo.CALM, X, W, None), zoo.eager(X, W))
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bakeoff.launch import launches
+from bakeoff.kernels.counter import launches
 from bakeoff.ops.adamw import adamw_, global_norm, tables
 from bakeoff.ops.adamw.group import join
 from bakeoff.ops.adamw.op import NORM, OP, norm_case, update_case

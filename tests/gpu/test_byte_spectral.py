@@ -11,8 +11,8 @@ from bakeoff.ops.byte_spectral.autograd import _backward_op, _forward_op
 from bakeoff.ops.byte_spectral.autograd import byte_spectral as candidate
 from bakeoff.ops.byte_spectral.plain import eager
 from bakeoff.ops.byte_spectral.reference import byte_spectral as reference
+from bakeoff.select import Case
 from bakeoff.select.contests.verify import verify, yardsticks
-from bakeoff.select.declare.op import Case
 
 TRITON = OP.candidate("triton")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -8,8 +8,8 @@ import torch
 from bakeoff.ops.rms_norm import OP, rms_norm
 from bakeoff.ops.rms_norm.autograd import _backward_op, _forward_op
 from bakeoff.ops.rms_norm.autograd import rms_norm as candidate
+from bakeoff.select import Case, TensorMeta
 from bakeoff.select.contests.verify import verify, yardsticks
-from bakeoff.select.declare.op import Case, TensorMeta
 
 TRITON = OP.candidate("triton")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -171,7 +171,7 @@ def test_autocast_changes_nothing() -> None:
     x, weight, _, residual = tensors(33, 512)
     with torch.autocast("cuda", torch.float16):
         for name in ("eager", "triton"):
-            y, s = OP.candidate(name).call(x, weight.float(), 1e-6, residual.float(), 0.0)
+            y, s = OP.candidate(name).implementation(x, weight.float(), 1e-6, residual.float(), 0.0)
             assert (y.dtype, s.dtype) == (torch.bfloat16, torch.float32)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bakeoff.launch import launches
+from bakeoff.kernels.counter import launches
 from bakeoff.ops.rotary import OP, rotary, rotary_tables
 from bakeoff.ops.rotary.autograd import _registered
 from bakeoff.ops.rotary.reference import reference

@@ -10,8 +10,8 @@ from bakeoff.kernels.counter import launches
 from bakeoff.ops.swiglu import OP, swiglu
 from bakeoff.ops.swiglu.reference import swiglu as reference
 from bakeoff.ops.swiglu.triton import swiglu as candidate
+from bakeoff.select import Case, TensorMeta
 from bakeoff.select.contests.verify import verify, yardsticks
-from bakeoff.select.declare.op import Case, TensorMeta
 
 TRITON = OP.candidate("triton")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bakeoff.errors import Unsupported
-from bakeoff.launch import launches
+from bakeoff.kernels.counter import launches
 from bakeoff.ops.byte_spectral import OP, byte_spectral, kernels
 from bakeoff.ops.byte_spectral.autograd import _backward_op, _forward_op
 from bakeoff.ops.byte_spectral.autograd import byte_spectral as triton_candidate
 from bakeoff.ops.byte_spectral.plain import eager, loop, rfft
 from bakeoff.ops.byte_spectral.reference import EPS
 from bakeoff.ops.byte_spectral.reference import byte_spectral as reference
+from bakeoff.select import Case, TensorMeta
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
-from bakeoff.select.declare.op import Case, TensorMeta
 
 KINDS = ("magnitude", "log", "complex")
 

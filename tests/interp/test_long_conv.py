@@ -15,9 +15,9 @@ from bakeoff.ops.long_conv.op import MOST_TAPS_MAJOR
 from bakeoff.ops.long_conv.plan import Plan, plan
 from bakeoff.ops.long_conv.reference import long_conv as reference
 from bakeoff.ops.long_conv.rows import room_like, rows, unpack
+from bakeoff.select import TensorMeta
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
-from bakeoff.select.declare.op import TensorMeta
 from tests.interp.emulated import emulate
 
 # Relative to the largest element: roundings of operands and of the result.
@@ -71,7 +71,7 @@ def check(candidate, args, dout=None):
     out_like = args[0]
     dout = torch.randn(out_like.shape).to(out_like.dtype) if dout is None else dout
     with Poison() as poison:
-        got = step(candidate.call, args, dout)
+        got = step(candidate.implementation, args, dout)
     assert not poison.broken()
     want = step(reference, widened(args), dout)
     bound = BOUND[out_like.dtype]
@@ -110,7 +110,7 @@ def test_bfloat16(candidate):
 def test_more_taps_than_positions(candidate):
     args = tensors(2, 20, 3, 300)
     check(candidate, args)
-    dh = step(candidate.call, args, torch.ones(2, 20, 3))[2]
+    dh = step(candidate.implementation, args, torch.ones(2, 20, 3))[2]
     assert not dh[:, 20:].any()
 
 
@@ -156,7 +156,8 @@ def test_windows(candidate, monkeypatch, T, L, n, outer, B):
     check(candidate, tensors(B, T, 2, L, optional=(True, False, False)))
     check(candidate, tensors(B, T, 2, L, torch.float16, wide_filter=False))
     args = tensors(B, T, 2, L, optional=PLAIN)
-    (mine,) = torch.autograd.grad(candidate.call(*args, True).sum(), args[0])  # h's gradient isn't wanted
+    out = candidate.implementation(*args, True)
+    (mine,) = torch.autograd.grad(out.sum(), args[0])  # h's gradient isn't wanted
     (exact,) = torch.autograd.grad(reference(*args, True).sum(), args[0])
     torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-4)
 
@@ -173,7 +174,7 @@ def test_windows_do_not_touch_each_other(candidate, trouble):
     assert 3 * valid < 3000
     other = u.clone()
     other[0, 2 * valid + 5] = trouble
-    before, after = (candidate.call(x, h, None, None, None, True) for x in (u, other))
+    before, after = (candidate.implementation(x, h, None, None, None, True) for x in (u, other))
     assert torch.equal(before[1], after[1])
     assert torch.equal(before[0, :valid], after[0, :valid])
     assert torch.equal(before[0, 4 * valid :], after[0, 4 * valid :])
@@ -245,7 +246,7 @@ def test_only_the_gradients_that_are_wanted(candidate):
     args = tensors(2, 130, 3, 50)
     for wanted in range(5):
         leaves = [a.detach().requires_grad_(i == wanted) for i, a in enumerate(args)]
-        out = candidate.call(*leaves, True)
+        out = candidate.implementation(*leaves, True)
         (mine,) = torch.autograd.grad(out.sum(), leaves[wanted])
         (exact,) = torch.autograd.grad(reference(*args, True).sum(), args[wanted])
         torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-4)
@@ -256,7 +257,7 @@ def test_the_future_leaves_the_past_alone(candidate):
     u, h, *_ = tensors(2, 300, 2, 300, torch.float32, PLAIN)
     later = u.detach().clone()
     later[:, 170:] = 1000.0
-    before, after = (candidate.call(x, h, None, None, None, True)[:, :170] for x in (u, later))
+    before, after = (candidate.implementation(x, h, None, None, None, True)[:, :170] for x in (u, later))
     assert (before - after).abs().max() <= (0.0 if candidate.name == "toeplitz" else 1e-6 * 1000 * 300**0.5)
 
 
@@ -264,11 +265,11 @@ def test_sequences_and_channels_do_not_touch_each_other(candidate):
     """However loud one is; a NaN or an infinity ends only its own row, from its block of time on."""
     u, h, *_ = tensors(4, 300, 3, 20, optional=PLAIN)
     u = u.detach()
-    want = candidate.call(u, h, None, None, None, True)
+    want = candidate.implementation(u, h, None, None, None, True)
     for trouble in (1e30, float("inf"), float("nan")):
         other = u.clone()
         other[1, 200, 0] = trouble
-        got = candidate.call(other, h, None, None, None, True)
+        got = candidate.implementation(other, h, None, None, None, True)
         assert (got[[0, 2, 3]] - want[[0, 2, 3]]).abs().max() < 2e-6 * want.abs().max()
         assert torch.equal(got[1, :, 1:], want[1, :, 1:])
         assert (abs(trouble) < float("inf")) == bool(got[1, 200, 0].isfinite())
@@ -280,14 +281,15 @@ def test_an_impulse_returns_the_filter(candidate):
     h = torch.randn(3, 200)
     click = torch.zeros(1, 200, 3)
     click[0, 0] = 1.0
-    out = candidate.call(click, h, None, None, None, True)[0]
+    out = candidate.implementation(click, h, None, None, None, True)[0]
     assert (out - h.t()).abs().max() <= (0.0 if candidate.name == "toeplitz" else 1e-6)
 
 
 def test_repeats_itself_bit_for_bit(candidate):
     args = tensors(2, 260, 3, 260, torch.float16)
     dout = torch.randn(2, 260, 3).half()
-    for first, second in zip(step(candidate.call, args, dout), step(candidate.call, args, dout), strict=True):
+    once, again = (step(candidate.implementation, args, dout) for _ in range(2))
+    for first, second in zip(once, again, strict=True):
         assert torch.equal(first, second)
 
 
@@ -369,9 +371,9 @@ def test_direct_in_half_precision(direct, shape, dtype, major):
 def test_direct_gives_each_gradient_alone(direct, wanted, major):
     args = tensors(2, 70, 6, 4, major=major)
     dout = torch.randn(2, 70, 6)
-    all_of_them = step(direct.call, args, dout)[1:]
+    all_of_them = step(direct.implementation, args, dout)[1:]
     alone = [a.detach().requires_grad_(i == wanted) for i, a in enumerate(args)]
-    (found,) = torch.autograd.grad(direct.call(*alone, True), alone[wanted], dout)
+    (found,) = torch.autograd.grad(direct.implementation(*alone, True), alone[wanted], dout)
     assert torch.equal(found, all_of_them[wanted])
 
 
@@ -427,18 +429,18 @@ def test_direct_along_rows_of_mixed_layouts(direct):
 
 def test_direct_returns_the_layout_it_is_given(direct):
     for x in (torch.randn(2, 16, 3), torch.randn(2, 3, 16).mT, torch.randn(3, 2, 16).permute(1, 2, 0)):
-        assert direct.call(x, torch.randn(3, 4), None, None, None, True).stride() == x.stride()
+        assert direct.implementation(x, torch.randn(3, 4), None, None, None, True).stride() == x.stride()
 
 
 @either
 def test_direct_keeps_what_is_not_finite_within_its_taps(direct, major):
     u = torch.randn(2, 3, 90).mT if major else torch.randn(2, 90, 3)
     h = torch.randn(3, 7)
-    want = direct.call(u, h, None, None, None, True)
+    want = direct.implementation(u, h, None, None, None, True)
     for trouble in (float("inf"), float("nan")):
         other = u.clone()
         other[1, 40, 0] = trouble
-        got = direct.call(other, h, None, None, None, True)
+        got = direct.implementation(other, h, None, None, None, True)
         touched = torch.zeros(2, 90, 3, dtype=torch.bool)
         touched[1, 40:47, 0] = True
         assert torch.equal(got.isfinite(), ~touched)
@@ -450,10 +452,10 @@ def test_compiled_calls_equal_eager_ones(every, optional):
     """Each gradient alone, too: what isn't kept or wanted is an empty tensor inside a graph."""
     args = tensors(2, 40, 6, 4, optional=optional)
     places = [i for i, a in enumerate(args) if a is not None]
-    compiled = torch.compile(lambda *given: every.call(*given, True), backend="aot_eager")
+    compiled = torch.compile(lambda *given: every.implementation(*given, True), backend="aot_eager")
     for wanted in [places, *([place] for place in places)]:
         found = []
-        for fn in (lambda *given: every.call(*given, True), compiled):
+        for fn in (lambda *given: every.implementation(*given, True), compiled):
             given = [
                 None if a is None else a.detach().requires_grad_(i in wanted) for i, a in enumerate(args)
             ]
@@ -483,7 +485,7 @@ def test_taps_beyond_the_sequence_have_no_effect(every):
     h[:, 3:] = float("inf")
     for method in (every, OP.by_name["eager"]):
         for taps in (12, 6):
-            got = method.call(u, h[:, :taps], None, None, None, True)
+            got = method.implementation(u, h[:, :taps], None, None, None, True)
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -538,7 +540,7 @@ def test_says_what_it_can_not_do(candidate):
 
 def test_differentiating_twice_is_refused(candidate):
     args = tensors(1, 9, 2, 4)
-    out = candidate.call(*args, True)
+    out = candidate.implementation(*args, True)
     (du,) = torch.autograd.grad(out.sum(), args[0], create_graph=True)
     with pytest.raises(RuntimeError, match="can't be differentiated twice"):
         du.sum().backward()

@@ -14,9 +14,9 @@ from bakeoff.ops.pole_scan import OP, kernels, pole_scan, run
 from bakeoff.ops.pole_scan import autograd as triton_room
 from bakeoff.ops.pole_scan.plain import eager, scan
 from bakeoff.ops.pole_scan.reference import pole_scan as reference
+from bakeoff.select import Case
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
-from bakeoff.select.declare.op import Case
 
 triton = triton_room.pole_scan
 # Relative to the largest element: roundings of the result, and of a float32 walk over a chunk.

@@ -16,7 +16,7 @@ from bakeoff.ops.rms_norm.autograd import _backward_op, _forward_op, rms_norm
 from bakeoff.ops.rms_norm.op import OP
 from bakeoff.ops.rms_norm.plain import eager
 from bakeoff.ops.rms_norm.reference import rms_norm as reference
-from bakeoff.select.declare.op import Case, TensorMeta
+from bakeoff.select import Case, TensorMeta
 
 Tiling = kernels.Tiling
 GUARD = 64

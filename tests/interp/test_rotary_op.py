@@ -11,9 +11,9 @@ from bakeoff.ops.rotary import OP, rotary, rotary_tables
 from bakeoff.ops.rotary.autograd import Rotary, _registered
 from bakeoff.ops.rotary.plain import eager
 from bakeoff.ops.rotary.reference import reference
+from bakeoff.select import Case, TensorMeta
 from bakeoff.select.contests.verify import verify, yardsticks
 from bakeoff.select.declare.key import layout, with_layout
-from bakeoff.select.declare.op import Case, TensorMeta
 
 FLOAT8 = torch.float8_e4m3fn
 

@@ -12,9 +12,9 @@ from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.spectral_filter import OP, spectral_filter
 from bakeoff.ops.spectral_filter.plain import eager
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
+from bakeoff.select import Case, TensorMeta
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
-from bakeoff.select.declare.op import Case, TensorMeta
 from tests.interp.emulated import emulate
 
 FORMS = pytest.mark.parametrize("fn", [reference, eager])
@@ -129,7 +129,7 @@ def check_on_chip(candidate, x, weight, bound):
     """The result and both gradients, relative to the largest element."""
     dy = torch.randn(x.shape).to(x.dtype)
     with Poison() as poison:
-        y = candidate.call(x, weight)
+        y = candidate.implementation(x, weight)
         got = (y, *torch.autograd.grad(y, (x, weight), dy))
     assert not poison.broken()
     exact = [x.detach().double().requires_grad_(), weight.detach().to(torch.complex128).requires_grad_()]
@@ -161,9 +161,9 @@ def test_on_chip_weights_that_are_strided_and_conjugated(on_chip):
 def test_on_chip_one_gradient(on_chip, wanted):
     candidate = on_chip()
     args = tensors(3, 256, 2, 100, torch.float32)
-    both = torch.autograd.grad(candidate.call(*args).square().sum(), args)
+    both = torch.autograd.grad(candidate.implementation(*args).square().sum(), args)
     args = [a.detach().requires_grad_(i == wanted) for i, a in enumerate(args)]
-    (found,) = torch.autograd.grad(candidate.call(*args).square().sum(), args[wanted])
+    (found,) = torch.autograd.grad(candidate.implementation(*args).square().sum(), args[wanted])
     assert torch.equal(found, both[wanted])
 
 
@@ -211,9 +211,9 @@ def test_not_on_chip_inside_torch_compile(on_chip):
 def test_on_chip_what_is_not_finite_stays_in_its_row(on_chip):
     candidate = on_chip()
     x, weight = (a.detach() for a in tensors(4, 256, 2, 50, torch.float32))
-    want = candidate.call(x, weight)
+    want = candidate.implementation(x, weight)
     x[1, 3, 0] = float("nan")
-    got = candidate.call(x, weight)
+    got = candidate.implementation(x, weight)
     assert got[1, :, 0].isnan().all()
     assert torch.equal(got[1, :, 1], want[1, :, 1])
     torch.testing.assert_close(got[[0, 2, 3]], want[[0, 2, 3]])

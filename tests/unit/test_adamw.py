@@ -614,7 +614,7 @@ def test_bad_parameters_are_named() -> None:
 def test_selection_is_asked_and_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     for name in ("loop", "foreach", "fused"):
-        stacked = OP.candidate(name).call
+        stacked = OP.candidate(name).implementation
         real = stacked.update
         monkeypatch.setattr(stacked, "_update", lambda *a, n=name, r=real: (ran.append(n), r(*a)))
     params = parameters()

@@ -25,8 +25,8 @@ from bakeoff.apps.render import selection_table
 from bakeoff.errors import ContestError
 from bakeoff.select import Case, Explanation, Op, TensorMeta, Verdict, find_op
 from bakeoff.select.contests.side_by_side import Workers
+from bakeoff.select.contests.worker import op_at
 from bakeoff.select.declare.key import key, layout
-from bakeoff.select.declare.op import resolve
 from tests.unit.benches import ONE, STEP, FakeWorker, environment
 from tests.unit.benches import rms_norm as rms_norm
 from tests.unit.benches import worker as worker
@@ -113,10 +113,10 @@ def test_exact_twin(rms_norm: Op) -> None:
     )
     assert "[1001,4096]" in key(twin, case, "eager")
     assert "[1024,4096]" in key(rms_norm, case, "eager")
-    assert resolve(twin.home) is twin  # a worker process finds it
+    assert op_at(twin.home) is twin  # a worker process finds it
     assert find_op("rms_norm") is rms_norm
     with pytest.raises(AttributeError, match="no attribute 'rms_nrom'"):
-        resolve("bakeoff.apps.bench.exact:rms_nrom")
+        op_at("bakeoff.apps.bench.exact:rms_nrom")
 
 
 # Files -----------------------------------------------------------------------------------------------------

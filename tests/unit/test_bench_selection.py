@@ -180,7 +180,9 @@ def test_a_candidate_that_fails_at_the_exact_case_says_so(
     monkeypatch.setenv("CXX", sys.executable)  # any program that exists: nothing is compiled
     (cell, _) = cells(rms_norm, "cpu", ONE)
     verdict = made(rms_norm, cell.case, {"eager": 2.0, "compiled": 1.0}, "compiled")
-    monkeypatch.setattr(regret, "work", lambda op, case, call, sets: call is rms_norm.incumbent.call)
+    monkeypatch.setattr(
+        regret, "work", lambda op, case, call, sets: call is rms_norm.incumbent.implementation
+    )
 
     class Fussy:
         def sampler(self, calls: Any) -> Any:

@@ -2,9 +2,11 @@
 
 import ast
 import importlib
-import importlib.util
 import inspect
+import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import bakeoff
 from bakeoff.select import Case, Cost, Op, TensorMeta, find_op, registry
 from bakeoff.select.contests.draw import inputs
 from bakeoff.select.declare.key import REGIMES, key
+from bakeoff.select.declare.sources import files, roots
 
 importlib.import_module("bakeoff.ops")
 OPS = Path(bakeoff.__file__).parent / "ops"
@@ -24,8 +27,7 @@ LINES = {
     if isinstance(line, ast.ImportFrom) and line.module
 }
 """The public functions by folder, as the registry's lines name them."""
-SHARED = {"bakeoff.launch", "bakeoff.cuda"}
-"""What launches the kernels of several ops."""
+OWN = [op for op in registry.values() if op.home.startswith("bakeoff.ops.")]
 NAMES = sorted(name for name in LINES if isinstance(registry.get(name), Op))
 
 
@@ -81,49 +83,86 @@ def test_candidates(op: Op) -> None:
     for candidate in op.candidates:
         assert candidate.source_hash
         if candidate.absent is None:
-            positional = list(inspect.signature(candidate.call).parameters.values())
+            positional = list(inspect.signature(candidate.implementation).parameters.values())
             takes_any = any(p.kind is p.VAR_POSITIONAL for p in positional)
             assert takes_any or len(positional) == len(op.params), candidate.name
 
 
-def test_editing_a_kernel_makes_what_was_measured_stale(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file with kernels is part of a candidate's hash."""
-    files = [path for path in (OPS / op.name).rglob("*.py") if "@triton.jit" in path.read_text()]
-    hashes = {candidate.name: candidate.source_hash for candidate in op.candidates}
-    read = Path.read_bytes
-    for edited in files:
-        monkeypatch.setattr(
-            Path, "read_bytes", lambda path, edited=edited: read(path) + b"#" * path.samefile(edited)
-        )
-        assert any(replace(c).source_hash != hashes[c.name] for c in op.candidates), edited
-    monkeypatch.undo()
-    assert {candidate.name: replace(candidate).source_hash for candidate in op.candidates} == hashes
+LOADED = """
+import json, os, sys
+import bakeoff.ops
+from bakeoff.select import registry
 
-
-def imported(module: str) -> set[str]:
-    """The modules behind kernels that a module imports, read, not run."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    found = set()
-    for node in ast.walk(ast.parse(Path(spec.origin or "").read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module in ("bakeoff", *SHARED):
-            found |= {f"bakeoff.{name.name}" for name in node.names} & SHARED or {node.module} & SHARED
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bakeoff.ops."):
-            for name in node.names:
-                inner = f"{node.module}.{name.name}"
-                package = importlib.util.find_spec(str(node.module))
-                whole = package is not None and package.submodule_search_locations is not None
-                found.add(inner if whole and importlib.util.find_spec(inner) else str(node.module))
-    return found
-
-
-def test_a_verdict_depends_on_all_that_its_kernels_run_through(op: Op) -> None:
-    """What a candidate's sources import is among them."""
+declared = set(sys.modules)
+for op in registry.values():
     for candidate in op.candidates:
-        if candidate.launches and isinstance(candidate.load, str):
-            sources = {source for source in candidate.sources if ":" not in source}
-            missing = {name for source in sources for name in imported(source)} - sources
-            assert missing <= {candidate.load.split(":")[0]}, candidate.name
+        if candidate.launches:
+            sys.stdout.flush()
+            if os.fork():
+                os.wait()
+                continue
+            candidate.implementation
+            ours = ("bakeoff.ops.", "bakeoff.kernels", "bakeoff.launch", "bakeoff.cuda", "bakeoff.layout")
+            names = [name for name in set(sys.modules) - declared if name.startswith(ours)]
+            files = [sys.modules[name].__file__ for name in names]
+            print(json.dumps([op.name, candidate.name, files]), flush=True)
+            os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[tuple[str, str], list[Path]]:
+    """The files of this package that loading a candidate with kernels executes, beside what declaring did."""
+    pytest.importorskip("triton")
+    run = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    return {(op, candidate): [Path(file) for file in files] for op, candidate, files in lines}
+
+
+def hashes(op: Op) -> dict[str, str]:
+    """The hash of each candidate's source, read now."""
+    return {candidate.name: replace(candidate).source_hash for candidate in op.candidates}
+
+
+def hashes_after_editing(op: Op, edited: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    read = Path.read_bytes
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * path.samefile(edited))
+        return hashes(op)
+
+
+def test_editing_a_kernel_makes_what_was_measured_stale(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file with kernels is part of a candidate's source, and of none that has no kernels."""
+    kernels = [path for path in (OPS / op.name).rglob("*.py") if "@triton.jit" in path.read_text()]
+    kernels += (OPS / op.name).rglob("*.cu*")
+    before = hashes(op)
+    for edited in kernels:
+        after = hashes_after_editing(op, edited, monkeypatch)
+        changed = {name for name in before if before[name] != after[name]}
+        assert changed, edited
+        assert all(op.by_name[name].launches for name in changed), edited
+    assert hashes(op) == before
+
+
+def test_a_verdict_depends_on_all_that_its_kernels_run_through(
+    loaded: dict[tuple[str, str], list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever loading a candidate executes is part of its source, and of plain PyTorch's nothing of it."""
+    assert {(op.name, c.name) for op in OWN for c in op.candidates if c.launches} == set(loaded)
+    for (name, candidate), executed in loaded.items():
+        op, before = find_op(name), hashes(find_op(name))
+        assert executed
+        for edited in executed:
+            after = hashes_after_editing(op, edited, monkeypatch)
+            assert after[candidate] != before[candidate], (name, candidate, edited)
+            assert after[op.incumbent.name] == before[op.incumbent.name], (name, edited)
+
+
+def test_plain_pytorch_s_source_is_its_formula_and_the_definition(op: Op) -> None:
+    incumbent = op.incumbent
+    found = set(files(roots(incumbent.call, incumbent.load) or ()))
+    assert f"bakeoff.ops.{op.name}.plain" in found
+    assert found <= {f"bakeoff.ops.{op.name}.{module}" for module in ("plain", "reference")}
 
 
 def test_metadata_names_arguments(op: Op) -> None:
@@ -165,7 +204,7 @@ def test_incumbent_takes_every_case_and_agrees_with_the_reference(op: Op) -> Non
             a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
             for a in inputs(op, cpu, 0)
         ]
-        got, exact = op.incumbent.call(*args), op.reference(*args)
+        got, exact = op.incumbent.implementation(*args), op.reference(*args)
         torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-9)
         done += 1
     assert done == len(op.cases())

@@ -14,10 +14,10 @@ from bakeoff.ops import long_conv
 from bakeoff.ops.long_conv.op import OP
 from bakeoff.ops.long_conv.reference import fast_length
 from bakeoff.ops.long_conv.reference import long_conv as reference
+from bakeoff.select import Candidate, Case, TensorMeta
 from bakeoff.select.contests.verify import Inaccurate, verify, yardsticks
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import key
-from bakeoff.select.declare.op import Candidate, Case, TensorMeta
 
 NAMES = ("u", "h", "skip", "gate_in", "gate_out")
 

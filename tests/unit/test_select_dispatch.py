@@ -17,12 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bakeoff import ops
 from bakeoff.errors import PolicyError, Unsupported
+from bakeoff.select import Candidate, Case, Op, call, find_op
+from bakeoff.select.choose import call as call_module
 from bakeoff.select.choose import dispatch as dispatch_module
 from bakeoff.select.choose import hot, policy
 from bakeoff.select.choose.policy import using
 from bakeoff.select.choose.tune import recording
 from bakeoff.select.declare.key import key
-from bakeoff.select.declare.op import Candidate, Case, Op, find_op
 from tests.unit import zoo
 from tests.unit.test_select_policy import learn, noting, ran
 from tests.unit.verdicts import no_verdicts
@@ -44,25 +45,25 @@ def test_plain_pytorch_runs_where_more_than_autograd_looks() -> None:
     with zoo.registered(op):
         learn(op, "two", rows=4)
         for _ in range(3):  # by decision, by fingerprint, by guards
-            op(x, w, None)
+            call(op, x, w, None)
         assert ran == ["two"] * 3
         ran.clear()
         with torch.autograd.forward_ad.dual_level():
-            op(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), w, None)
-        torch.func.vmap(lambda row: op(row, w, None))(x)
-        torch.func.vmap(lambda row: row + op(x, w, None).sum())(x)  # and of what isn't mapped
-        torch.func.grad(lambda x: op(x, w, None).sum())(x)
-        torch.func.grad(lambda v: op(x, w, None).sum() * v.sum())(w)
-        torch.func.jvp(lambda x: op(x, w, None), (x,), (x,))
-        torch.jit.trace(lambda x: op(x, w, None), x, check_trace=False)
+            call(op, torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), w, None)
+        torch.func.vmap(lambda row: call(op, row, w, None))(x)
+        torch.func.vmap(lambda row: row + call(op, x, w, None).sum())(x)  # and of what isn't mapped
+        torch.func.grad(lambda x: call(op, x, w, None).sum())(x)
+        torch.func.grad(lambda v: call(op, x, w, None).sum() * v.sum())(w)
+        torch.func.jvp(lambda x: call(op, x, w, None), (x,), (x,))
+        torch.jit.trace(lambda x: call(op, x, w, None), x, check_trace=False)
         with FlopCounterMode(display=False):
-            op(x, w, None)
-        make_fx(lambda x: op(x, w, None))(x)
-        make_fx(lambda x, w: op(x, w, None), tracing_mode="fake")(x, w)
+            call(op, x, w, None)
+        make_fx(lambda x: call(op, x, w, None))(x)
+        make_fx(lambda x, w: call(op, x, w, None), tracing_mode="fake")(x, w)
         assert set(ran) == {"eager"}
         assert len(ran) == 10
         ran.clear()
-        op(x, w, None)
+        call(op, x, w, None)
         assert ran == ["two"]
 
 
@@ -75,7 +76,7 @@ def test_selective_checkpointing_keeps_its_winners() -> None:
 
     with zoo.registered(op), using(zoo_selective="two"):
         for _ in range(2):
-            out = checkpoint(lambda x: op(x, w, None), x, use_reentrant=False, context_fn=contexts)
+            out = checkpoint(lambda x: call(op, x, w, None), x, use_reentrant=False, context_fn=contexts)
             out.sum().backward()
     assert set(ran) == {"two"}
 
@@ -97,9 +98,9 @@ def test_memory_that_holds_the_negative_or_the_conjugate_is_resolved_first() -> 
     with zoo.registered(op):
         for impl, x in itertools.product((None, "raw"), (plain, negative, plain, same, negative)):
             with using(zoo_lazy="raw"):
-                found = op(x, w, None, impl=impl)
+                found = call(op, x, w, None, impl=impl)
             torch.testing.assert_close(found, one(plain if x is plain else -plain, w))
-        (slope,) = torch.autograd.grad(op(same, w, None, impl="raw").sum(), plain)
+        (slope,) = torch.autograd.grad(call(op, same, w, None, impl="raw").sum(), plain)
         (expected,) = torch.autograd.grad(one(-plain, w).sum(), plain)
     torch.testing.assert_close(slope, expected)
     assert ran == ["raw"] * 11
@@ -145,13 +146,13 @@ def who(result: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> str:
 class CountingDispatch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        original = dispatch_module.dispatch
+        original = call_module.dispatch
 
         def counting(*args: Any) -> Any:
             self.count += 1
             return original(*args)
 
-        monkeypatch.setattr(dispatch_module, "dispatch", counting)
+        monkeypatch.setattr(call_module, "dispatch", counting)
 
 
 @pytest.fixture
@@ -172,8 +173,8 @@ def test_selection_touches_no_data(chosen: str) -> None:
     op = zoo.op(incumbent=Candidate("eager", lambda x, w, flag: "ran"), name="zoo_meta")
     x, w = torch.randn(6, 8, requires_grad=True), torch.randn(8)
     with zoo.registered(op), using("table" if chosen == "strict" else chosen), NoData():
-        assert op(x, w, None) == "ran"
-        assert op(x, w, None) == "ran"
+        assert call(op, x, w, None) == "ran"
+        assert call(op, x, w, None) == "ran"
 
 
 def test_selection_never_waits_for_the_device() -> None:
@@ -186,7 +187,7 @@ def test_selection_never_waits_for_the_device() -> None:
 def test_meta_tensors_are_never_tuned(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch_module, "settle", _must_not)
     with using("tune"):
-        assert op(torch.empty(4, 8, device="meta"), torch.empty(8, device="meta"), None).shape == (4, 8)
+        assert call(op, torch.empty(4, 8, device="meta"), torch.empty(8, device="meta"), None).shape == (4, 8)
 
 
 def _must_not(*_: Any) -> None:
@@ -196,34 +197,34 @@ def _must_not(*_: Any) -> None:
 # ------------------------------------------------------------------------------------- bad arguments
 def test_impl_runs_that_candidate_or_raises_every_reason(op: Op) -> None:
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8)
-    assert who(op(x, w, None, impl="two").detach(), x.detach(), w) == "two"
+    assert who(call(op, x, w, None, impl="two").detach(), x.detach(), w) == "two"
     with pytest.raises(
         Unsupported, match="zoo_counting has no candidate 'tow'; it has eager, one, two, opaque"
     ):
-        op(x, w, None, impl="tow")
+        call(op, x, w, None, impl="tow")
     with pytest.raises(Unsupported, match=r"has no candidate \['two'\]; it has eager"):
-        op(x, w, None, impl=["two"])  # type: ignore[arg-type]
+        call(op, x, w, None, impl=["two"])  # type: ignore[arg-type]
     picky = zoo.with_candidates(
         op, noting("picky", supports=lambda case: "odd", has_backward=False, requires=())
     )
     with pytest.raises(Unsupported, match=r"'picky' can't take this case: has no backward; odd"):
-        picky(x, w, None, impl="picky")
+        call(picky, x, w, None, impl="picky")
     absent = zoo.with_candidates(op, zoo.WRONG["absent"][0])
     with pytest.raises(Unsupported, match="no_such_package is not installed"):
-        absent(x, w, None, impl="absent")
+        call(absent, x, w, None, impl="absent")
 
 
 @pytest.mark.parametrize("bad", [[1.0, 2.0], {"a": 1}, 3.0])
 def test_an_argument_of_the_wrong_kind_is_named(op: Op, bad: object) -> None:
     with pytest.raises(TypeError, match="w must be a tensor, got"):
-        op(torch.randn(4, 8), bad, None)
+        call(op, torch.randn(4, 8), bad, None)
 
 
 def test_mixed_devices_are_named_with_the_fix(op: Op) -> None:
     with pytest.raises(
         ValueError, match=r"must be on one device, got x on cpu, w on meta; move them with .to"
     ):
-        op(torch.randn(4, 8), torch.empty(8, device="meta"), None)
+        call(op, torch.randn(4, 8), torch.empty(8, device="meta"), None)
 
 
 def test_a_meta_tensor_is_never_taken_for_one_of_the_cpu(op: Op) -> None:
@@ -231,9 +232,9 @@ def test_a_meta_tensor_is_never_taken_for_one_of_the_cpu(op: Op) -> None:
     x, w = torch.randn(4, 8), torch.randn(8)
     kinds = [(x, torch.randn(8), flag) for flag in (None, 1, 2, 3, 4, 5)]  # more than have compiled guards
     for args in kinds * 2:
-        op(*args)
+        call(op, *args)
         with pytest.raises(ValueError, match="must be on one device, got x on cpu, w on meta"):
-            op(x, w.to("meta"), args[2])
+            call(op, x, w.to("meta"), args[2])
 
 
 def _other_layouts() -> dict[str, tuple[torch.Tensor, str]]:
@@ -254,12 +255,12 @@ def test_a_layout_without_strides_is_refused_by_name(op: Op, name: str) -> None:
     x, message = _other_layouts()[name]
     w = torch.randn(8)
     for _ in range(2):
-        op(torch.randn(4, 8), w, None)
-        op(torch.zeros(()).expand(4, 8), w, None)  # strides of 0, as a sparse tensor gives
+        call(op, torch.randn(4, 8), w, None)
+        call(op, torch.zeros(()).expand(4, 8), w, None)  # strides of 0, as a sparse tensor gives
         with pytest.raises(Unsupported, match=f"zoo_counting: {message}"):
-            op(x, w, None)
+            call(op, x, w, None)
         with pytest.raises(Unsupported, match=f"zoo_counting: {message}"):
-            op(x, w, None, impl="one")
+            call(op, x, w, None, impl="one")
 
 
 def test_a_wrapper_tensor_runs_on_plain_pytorch(op: Op) -> None:
@@ -268,7 +269,7 @@ def test_a_wrapper_tensor_runs_on_plain_pytorch(op: Op) -> None:
 
     x, w = torch.randn(4, 8).as_subclass(Wrapped), torch.randn(8)
     learn(op, "two")
-    result = op(x, w, None)
+    result = call(op, x, w, None)
     assert isinstance(result, Wrapped)
     assert who(result, x, w) == "eager"
 
@@ -280,10 +281,10 @@ def test_an_override_that_a_wrapper_tensor_passes_by_is_said(
         pass
 
     monkeypatch.setattr(dispatch_module, "_said", set())
-    op(torch.randn(4, 8).as_subclass(Wrapped), torch.randn(8), None)
+    call(op, torch.randn(4, 8).as_subclass(Wrapped), torch.randn(8), None)
     caplog.clear()
     with using(**{op.name: "two"}):
-        op(torch.randn(4, 8).as_subclass(Wrapped), torch.randn(8), None)
+        call(op, torch.randn(4, 8).as_subclass(Wrapped), torch.randn(8), None)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "bakeoff"]
     assert "Wrapped may redefine PyTorch's functions" in line
 
@@ -294,7 +295,7 @@ def test_a_parameter_of_a_class_of_its_own_is_a_parameter(op: Op) -> None:
 
     x, w = torch.randn(4, 8), torch.randn(8)
     with using(**{op.name: "two"}), torch.no_grad():
-        assert who(op(x, Scale(w), None), x, w) == "two"
+        assert who(call(op, x, Scale(w), None), x, w) == "two"
 
 
 def test_a_winner_that_cannot_take_this_very_case_gives_way_to_the_next(op: Op) -> None:
@@ -305,16 +306,16 @@ def test_a_winner_that_cannot_take_this_very_case_gives_way_to_the_next(op: Op) 
     x, w = torch.randn(4, 8), torch.randn(8)
     with zoo.registered(absent):
         learn(absent, "two")
-        assert who(absent(x, w, None), x, w) == "one"
+        assert who(call(absent, x, w, None), x, w) == "one"
 
 
 def test_the_honestly_nondeterministic_are_passed_over_under_deterministic_algorithms(op: Op) -> None:
     free = zoo.with_candidates(op, Candidate("one", one), Candidate("two", two, deterministic=False))
     x, w = torch.randn(4, 8), torch.randn(8)
     learn(free, "two")
-    assert who(free(x, w, None), x, w) == "two"
+    assert who(call(free, x, w, None), x, w) == "two"
     torch.use_deterministic_algorithms(True)
-    assert who(free(x, w, None), x, w) == "one"
+    assert who(call(free, x, w, None), x, w) == "one"
 
 
 def test_no_contest_inside_backward(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +323,7 @@ def test_no_contest_inside_backward(op: Op, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dispatch_module, "settle", lambda o, case, regime: held.append(key(o, case, regime)))
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     with using("tune"):
-        checkpoint(lambda a, b: op(a, b, None), x, w, use_reentrant=True).sum().backward()
+        checkpoint(lambda a, b: call(op, a, b, None), x, w, use_reentrant=True).sum().backward()
     assert held == [key(op, zoo.case(4, 8, grad=False), "eager")], (
         "recomputation met a new key, with gradients"
     )
@@ -340,7 +341,9 @@ def test_no_contest_while_a_cuda_graph_is_captured(
 
 # ------------------------------------------------------------------------------ under torch.compile
 def compiled(op: Op) -> Any:
-    return torch.compile(lambda x, w: op(x, w, None) * 1.0, fullgraph=True, dynamic=None, backend="aot_eager")
+    return torch.compile(
+        lambda x, w: call(op, x, w, None) * 1.0, fullgraph=True, dynamic=None, backend="aot_eager"
+    )
 
 
 def test_the_decision_is_a_constant_of_the_graph(op: Op) -> None:
@@ -357,7 +360,7 @@ def test_dynamic_lengths_compile_twice_at_most(op: Op) -> None:
     from torch._dynamo.testing import CompileCounter
 
     counter = CompileCounter()
-    run = torch.compile(lambda x, w: op(x, w, None) * 1.0, fullgraph=True, backend=counter)
+    run = torch.compile(lambda x, w: call(op, x, w, None) * 1.0, fullgraph=True, backend=counter)
     w = torch.randn(8)
     for rows in (4, 7, 130, 1000, 33, 5):
         x = torch.randn(rows, 8)
@@ -367,7 +370,7 @@ def test_dynamic_lengths_compile_twice_at_most(op: Op) -> None:
 
 def test_an_op_that_no_global_holds_compiles(op: Op) -> None:
     run = torch.compile(
-        lambda x, w, flag: op(x, w, flag) * 1.0, fullgraph=True, dynamic=True, backend="eager"
+        lambda x, w, flag: call(op, x, w, flag) * 1.0, fullgraph=True, dynamic=True, backend="eager"
     )
     for rows in (4, 7):
         x, w = torch.randn(rows, 8), torch.randn(8)
@@ -409,16 +412,16 @@ class OnlyForGrad(torch.autograd.Function):
 def test_a_demanded_candidate_tries_transforms_and_says_what_it_cannot(op: Op) -> None:
     picky = zoo.with_candidates(op, Candidate("picky", OnlyForGrad.apply))
     x, w = torch.randn(3, 4, 8), torch.randn(8)
-    found = torch.func.grad(lambda x: picky(x, w, None, impl="picky").sum())(x)
+    found = torch.func.grad(lambda x: call(picky, x, w, None, impl="picky").sum())(x)
     torch.testing.assert_close(found, w * (1 - torch.tanh(x) ** 2))
     with pytest.raises(Unsupported, match=r"'picky' can't run under this transform.*impl='eager'"):
-        torch.vmap(lambda x: picky(x, w, None, impl="picky"))(x)
-    assert torch.vmap(lambda x: picky(x, w, None, impl="eager"))(x).shape == x.shape
+        torch.vmap(lambda x: call(picky, x, w, None, impl="picky"))(x)
+    assert torch.vmap(lambda x: call(picky, x, w, None, impl="eager"))(x).shape == x.shape
 
 
 def test_impl_and_overrides_hold_under_compile(op: Op) -> None:
     x, w = torch.randn(4, 8), torch.randn(8)
-    run = torch.compile(lambda x, w: op(x, w, None, impl="one"), fullgraph=True, backend="aot_eager")
+    run = torch.compile(lambda x, w: call(op, x, w, None, impl="one"), fullgraph=True, backend="aot_eager")
     assert who(run(x, w), x, w) == "one"
     with using(zoo_counting="two"):
         assert who(compiled(op)(x, w), x, w) == "two"
@@ -426,7 +429,7 @@ def test_impl_and_overrides_hold_under_compile(op: Op) -> None:
 
 def test_what_cannot_be_traced_says_so(op: Op) -> None:
     x, w = torch.randn(4, 8), torch.randn(8)
-    run = torch.compile(lambda x, w: op(x, w, None, impl="opaque"), fullgraph=True, backend="aot_eager")
+    run = torch.compile(lambda x, w: call(op, x, w, None, impl="opaque"), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"can't be traced by torch.compile"):
         run(x, w)
 
@@ -443,9 +446,9 @@ def test_what_cannot_be_had_raises_its_own_error_while_tracing(
 ) -> None:
     x, w = torch.ones(4, 8), torch.ones(8)
     with using(**settings), pytest.raises(error, match=message):
-        torch.compile(lambda: op(x, w, None, impl=impl), backend="eager")()
+        torch.compile(lambda: call(op, x, w, None, impl=impl), backend="eager")()
     with using(**settings), pytest.raises(torch._dynamo.exc.Unsupported, match=message):
-        torch.compile(lambda: op(x, w, None, impl=impl), backend="eager", fullgraph=True)()
+        torch.compile(lambda: call(op, x, w, None, impl=impl), backend="eager", fullgraph=True)()
 
 
 @pytest.mark.parametrize(
@@ -461,10 +464,10 @@ def test_bad_arguments_raise_the_op_s_own_error_while_tracing(
     op: Op, x: Any, w: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        torch.compile(lambda: op(x, w, None), backend="eager")()
+        torch.compile(lambda: call(op, x, w, None), backend="eager")()
     if x.layout is torch.strided:  # torch.compile wraps it where it may not leave the graph
         with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
-            torch.compile(lambda: op(x, w, None), backend="eager", fullgraph=True)()
+            torch.compile(lambda: call(op, x, w, None), backend="eager", fullgraph=True)()
 
 
 def test_sizes_are_checked_as_they_are_and_left_open() -> None:
@@ -481,7 +484,7 @@ def test_sizes_are_checked_as_they_are_and_left_open() -> None:
 
     made = zoo.op(incumbent=Candidate("eager", top), name="zoo_rows", check=check, features={"x": 1, "w": 1})
     with zoo.registered(made):
-        run = torch.compile(lambda x, w: made(x, w, None), fullgraph=True, backend="eager")
+        run = torch.compile(lambda x, w: call(made, x, w, None), fullgraph=True, backend="eager")
         w = torch.ones(100)
         for rows in (500, 300, 100, 150):
             assert run(torch.ones(rows, 3), w)[0, 0] == 100
@@ -520,6 +523,6 @@ def test_a_call_decided_while_a_recording_begins_is_not_remembered() -> None:
 
     op, x, w = zoo.op(heuristic=heuristic, name="zoo_begun"), torch.randn(4, 8), torch.randn(8)
     with zoo.registered(op), contextlib.ExitStack() as begun:
-        op(x, w, None)
-        op(x, w, None)
+        call(op, x, w, None)
+        call(op, x, w, None)
     assert len(recorded[0]) == 1

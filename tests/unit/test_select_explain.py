@@ -10,11 +10,11 @@ import torch
 import bakeoff
 from bakeoff import hardware
 from bakeoff.errors import PolicyError, Unsupported
+from bakeoff.select import Op
 from bakeoff.select.choose import dispatch, policy
 from bakeoff.select.choose.explain import explain, rows_of
 from bakeoff.select.choose.policy import using
 from bakeoff.select.contests.contest import contest
-from bakeoff.select.declare.op import Op
 from tests.unit import test_select_policy as toys
 from tests.unit import zoo
 from tests.unit.verdicts import made, no_verdicts

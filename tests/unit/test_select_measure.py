@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bakeoff import hardware
+from bakeoff.select import Case, TensorMeta
 from bakeoff.select.contests.measure import MARGIN, HostTimer, Timing, input_sets, interleave, work
 from bakeoff.select.contests.verdict import TIE, Trial, decide
 from bakeoff.select.contests.worker import Worker
-from bakeoff.select.declare.op import Case, TensorMeta
 from tests.unit import zoo
 
 
@@ -186,7 +186,7 @@ def test_work_is_forward_alone_or_forward_and_backward() -> None:
 
 def test_work_of_an_op_with_an_integer_output() -> None:
     case = Case({"x": TensorMeta.dense((8, 16), torch.float32, grad=True)}, "cpu")
-    (step,) = work(zoo.ORDER, case, zoo.ORDER.incumbent.call, input_sets(zoo.ORDER, case, 0))
+    (step,) = work(zoo.ORDER, case, zoo.ORDER.incumbent.implementation, input_sets(zoo.ORDER, case, 0))
     (gradient,) = step()
     assert gradient.shape == (8, 16)
 

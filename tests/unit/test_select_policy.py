@@ -15,13 +15,13 @@ import torch
 import bakeoff
 from bakeoff import hardware
 from bakeoff.errors import PolicyError, TableError, Unsupported
+from bakeoff.select import Candidate, Op, call
 from bakeoff.select.choose import hot, policy
 from bakeoff.select.choose.policy import Settings, configure, current, using
 from bakeoff.select.choose.table import Table, read, write
 from bakeoff.select.contests.measure import Timing
 from bakeoff.select.contests.verdict import Trial, Verdict
 from bakeoff.select.declare.key import key
-from bakeoff.select.declare.op import Candidate, Op
 from tests.unit import zoo
 
 ran: list[str] = []
@@ -69,12 +69,12 @@ def verdict(op: Op, winner: str, rows: int = 4, regime: str = "eager") -> Verdic
     return Verdict(name, op.name, regime, winner, "because", trials, op.cost(zoo.case(rows, 8)), "2026-01-01")
 
 
-def call(op: Op, rows: int = 4, **keywords: str) -> str:
+def who_runs(op: Op, rows: int = 4, **keywords: str) -> str:
     """Which candidate a call runs; called twice, the second time by the memo."""
     x, w = torch.ones(rows, 8), torch.ones(8)
     ran.clear()
-    op(x, w, None, **keywords)
-    op(x, w, None, **keywords)
+    call(op, x, w, None, **keywords)
+    call(op, x, w, None, **keywords)
     assert len(ran) == 2
     assert ran[0] == ran[1]
     return ran[0]
@@ -89,22 +89,22 @@ def learn(op: Op, winner: str, **where: object) -> Verdict:
 
 def test_table_is_the_default_and_takes_the_heuristic_on_a_miss(op: Op) -> None:
     assert current().policy == "table"
-    assert call(op) == "one"
+    assert who_runs(op) == "one"
     learn(op, "two")
-    assert call(op) == "two"
-    assert call(op, rows=5) == "one"
+    assert who_runs(op) == "two"
+    assert who_runs(op, rows=5) == "one"
 
 
 def test_off_is_eager_always(op: Op) -> None:
     learn(op, "two")
     with using("off"):
-        assert call(op) == "eager"
+        assert who_runs(op) == "eager"
 
 
 def test_heuristic_ignores_the_table(op: Op) -> None:
     learn(op, "two")
     with using("heuristic"):
-        assert call(op) == "one"
+        assert who_runs(op) == "one"
 
 
 def test_strict_raises_on_a_miss_and_says_what_to_do(op: Op) -> None:
@@ -112,9 +112,9 @@ def test_strict_raises_on_a_miss_and_says_what_to_do(op: Op) -> None:
         with pytest.raises(
             PolicyError, match=r"no verdict for zoo_noting\(.*policy is strict. Run bakeoff.tune"
         ):
-            call(op)
+            who_runs(op)
         learn(op, "two")
-        assert call(op) == "two"
+        assert who_runs(op) == "two"
 
 
 def test_tune_holds_a_contest_on_a_miss_and_once(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +126,8 @@ def test_tune_holds_a_contest_on_a_miss_and_once(op: Op, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("bakeoff.select.choose.dispatch.settle", settle)
     with using("tune"):
-        assert call(op) == "two"
-        assert call(op) == "two"
+        assert who_runs(op) == "two"
+        assert who_runs(op) == "two"
     assert held == ["eager"]
 
 
@@ -142,8 +142,8 @@ def test_pinned_is_that_table_and_nothing_else(op: Op, tmp_path: Path, form: str
     learn(op, "one")
     learn(op, "two", rows=5)
     with using(form.format(pinned(op, tmp_path / "mine.json", "two"))):
-        assert call(op) == "two"
-        assert call(op, rows=5) == "eager", "not in that table: plain PyTorch"
+        assert who_runs(op) == "two"
+        assert who_runs(op, rows=5) == "eager", "not in that table: plain PyTorch"
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_a_pinned_table_from_elsewhere_is_obeyed_and_said_once(
     table = read(path)
     write(path, Table(msgspec.structs.replace(table.facts, **{fact: value}), table.rows))
     with using(f"pinned:{path}"):
-        assert call(op) == "two"
+        assert who_runs(op) == "two"
         policy.forget()
-        assert call(op) == "two"
+        assert who_runs(op) == "two"
         assert re.search(
             rf"\(measured {said}", bakeoff.explain(op, torch.ones(4, 8), torch.ones(8), None).why
         )
@@ -175,7 +175,7 @@ def test_a_pinned_verdict_of_other_sources_is_obeyed_and_said(
     path = pinned(op, tmp_path / "sources.json", "two")
     path.write_text(re.sub(r'"source_hash": "\w+"', '"source_hash": "0"', path.read_text()))
     with using(f"pinned:{path}"):
-        assert call(op) == "two"
+        assert who_runs(op) == "two"
     assert "with other sources of zoo_noting" in caplog.text
 
 
@@ -193,15 +193,15 @@ def test_a_pinned_table_that_cannot_be_read_is_an_error_at_once(op: Op, tmp_path
 def test_an_argument_counts_before_a_block_before_configure(op: Op) -> None:
     learn(op, "two")
     configure("off")
-    assert call(op) == "eager"
+    assert who_runs(op) == "eager"
     with using("table"):
-        assert call(op) == "two"
-        assert call(op, impl="one") == "one"
+        assert who_runs(op) == "two"
+        assert who_runs(op, impl="one") == "one"
         configure("heuristic")
-        assert call(op) == "two", "the block keeps its own"
-    assert call(op) == "one", "what was configured inside holds after it"
+        assert who_runs(op) == "two", "the block keeps its own"
+    assert who_runs(op) == "one", "what was configured inside holds after it"
     configure("table", zoo_noting="eager")
-    assert call(op) == "eager"
+    assert who_runs(op) == "eager"
 
 
 def test_the_environment_sets_the_policy_and_everything_else_overrides_it() -> None:
@@ -254,18 +254,18 @@ def test_blocks_nest_and_merge_overrides(op: Op) -> None:
     with using("off"):
         with using(zoo_noting="two"):
             assert current().policy == "off"
-            assert call(op) == "two"
+            assert who_runs(op) == "two"
             with using("table"):
-                assert call(op) == "two"
-        assert call(op) == "eager"
-    assert call(op) == "one"
+                assert who_runs(op) == "two"
+        assert who_runs(op) == "eager"
+    assert who_runs(op) == "one"
 
 
 def test_an_exception_ends_a_block_too(op: Op) -> None:
     with pytest.raises(KeyError), using("off"):
         raise KeyError
     assert current() == Settings()
-    assert call(op) == "one"
+    assert who_runs(op) == "one"
 
 
 def test_an_override_that_cannot_run_raises_every_reason(op: Op) -> None:
@@ -274,14 +274,14 @@ def test_an_override_that_cannot_run_raises_every_reason(op: Op) -> None:
     )
     x = torch.ones(3, 8, requires_grad=True)
     with zoo.registered(bad), using(zoo_noting="picky"), pytest.raises(Unsupported) as caught:
-        bad(x, torch.ones(8), None)
+        call(bad, x, torch.ones(8), None)
     assert "has no backward; wants even rows" in str(caught.value)
 
 
 def test_regime_counts_on_a_gpu_only(op: Op) -> None:
     learn(op, "two")
     with using(regime="graph"):
-        assert call(op) == "two", "the CPU has no graphs: its eager verdict counts"
+        assert who_runs(op) == "two", "the CPU has no graphs: its eager verdict counts"
         assert current().on("cuda:0") == "graph"
         assert current().on("cpu") == "eager"
 
@@ -306,8 +306,8 @@ def in_thread(body: Callable[[], None]) -> None:
 def test_a_thread_without_settings_follows_the_process(op: Op) -> None:
     """Autograd's threads are such: what they recompute must select as forward did."""
     with using("off"):
-        in_thread(lambda: _expect(call(op), "eager"))
-    in_thread(lambda: _expect(call(op), "one"))
+        in_thread(lambda: _expect(who_runs(op), "eager"))
+    in_thread(lambda: _expect(who_runs(op), "one"))
 
 
 def _expect(found: str, wanted: str) -> None:
@@ -317,11 +317,11 @@ def _expect(found: str, wanted: str) -> None:
 def test_a_thread_keeps_its_own_settings(op: Op) -> None:
     def body() -> None:
         with using(zoo_noting="two"):
-            assert call(op) == "two"
+            assert who_runs(op) == "two"
 
     with using("off"):
         in_thread(body)
-        assert call(op) == "eager"
+        assert who_runs(op) == "eager"
 
 
 def test_blocks_that_overlap_across_threads_leave_nothing_behind(op: Op) -> None:
@@ -336,7 +336,7 @@ def test_blocks_that_overlap_across_threads_leave_nothing_behind(op: Op) -> None
     with using("off"):
         thread.start()
         assert inside.wait(20)
-        assert call(op) == "eager"
+        assert who_runs(op) == "eager"
     in_thread(lambda: _expect(current().policy, "heuristic"))
     leave.set()
     thread.join(20)

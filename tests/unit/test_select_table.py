@@ -20,13 +20,13 @@ import pytest
 
 from bakeoff import hardware
 from bakeoff.errors import TableError
+from bakeoff.select import Candidate, Op
 from bakeoff.select.choose import table as tables
 from bakeoff.select.choose.table import Store, Table, cache_dir, read, write
 from bakeoff.select.contests.measure import Timing
 from bakeoff.select.contests.verdict import Trial, Verdict
 from bakeoff.select.contests.verify import Errors
 from bakeoff.select.declare.key import key
-from bakeoff.select.declare.op import Candidate, Op
 from tests.unit import zoo
 
 ROOT = Path(__file__).parents[2]
@@ -239,8 +239,13 @@ def test_editing_one_candidates_source_invalidates_only_rows_of_its_op(
     kernel = tmp_path / "zoo_edited_kernel.py"
     kernel.write_text("def call(x, w, flag=None): return x\n")
 
+    def load() -> Any:
+        from zoo_edited_kernel import call
+
+        return call
+
     def declared() -> Op:
-        return zoo.op(Candidate("kernel", "zoo_edited_kernel:call"), name="zoo_edited")
+        return zoo.op(Candidate("kernel", load=load), name="zoo_edited")
 
     store.add([row(declared()), row(OP)], "cpu")
     assert found(row(declared()), declared()) is not None

@@ -15,13 +15,13 @@ import torch
 
 import bakeoff
 from bakeoff.errors import ContestError, PolicyError
+from bakeoff.select import Candidate, Op, call
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.policy import using
 from bakeoff.select.choose.table import Table, read, write
 from bakeoff.select.choose.tune import TuneReport, recordings, tune
 from bakeoff.select.contests.side_by_side import Outcome, Wanted
 from bakeoff.select.declare.key import key
-from bakeoff.select.declare.op import Candidate, Op
 from tests.unit import test_select_policy as toys
 from tests.unit import zoo
 from tests.unit.verdicts import no_verdicts
@@ -64,8 +64,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return keys
 
 
-def call(op: Op, rows: int = 4) -> None:
-    op(torch.ones(rows, 8), torch.ones(8), None)
+def run(op: Op, rows: int = 4) -> None:
+    call(op, torch.ones(rows, 8), torch.ones(8), None)
 
 
 def test_a_contest_that_would_end_well_beyond_the_budget_is_not_begun(
@@ -81,7 +81,7 @@ def test_a_contest_that_would_end_well_beyond_the_budget_is_not_begun(
 
     monkeypatch.setattr(module, "_hold", slowly)
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    report = tune(lambda: [call(op, rows) for rows in (4, 5, 6, 7)], 25.0)
+    report = tune(lambda: [run(op, rows) for rows in (4, 5, 6, 7)], 25.0)
     assert (report.measured, report.seconds) == (2, 20.0)
     assert list(report.unsettled.values()) == ["the budget of 25 s was spent"] * 2
 
@@ -89,7 +89,7 @@ def test_a_contest_that_would_end_well_beyond_the_budget_is_not_begun(
 @pytest.mark.parametrize("regimes", [("bogus",), ("eager", "bogus"), "eager"])
 def test_an_unknown_regime_is_an_error_before_the_step(op: Op, held: list[str], regimes: Any) -> None:
     with pytest.raises(PolicyError, match=r"must be some of \('eager', 'graph', 'compiled'\)"):
-        tune(lambda: call(op), regimes=regimes)
+        tune(lambda: run(op), regimes=regimes)
     assert toys.ran == held == []
 
 
@@ -99,7 +99,7 @@ def test_it_settles_the_keys_of_one_step_and_puts_them_in_force(op: Op, held: li
     def step() -> None:
         steps.append(1)
         for rows in (4, 5, 4):
-            call(op, rows)
+            run(op, rows)
 
     report = tune(step, 30.0)
     wanted = [key(op, zoo.case(rows, 8, grad=False), "eager") for rows in (4, 5)]
@@ -108,24 +108,24 @@ def test_it_settles_the_keys_of_one_step_and_puts_them_in_force(op: Op, held: li
     assert report.choices == dict.fromkeys(wanted, "two")
     assert (report.measured, report.unsettled) == (2, {})
     toys.ran.clear()
-    call(op, 5)
+    run(op, 5)
     assert toys.ran == ["two"]
     assert sorted(json.loads(policy.store.path("cpu").read_text())["rows"]) == sorted(wanted)
 
 
 def test_known_keys_are_not_measured_again_unless_forced_or_stale(op: Op, held: list[str]) -> None:
-    tune(lambda: call(op), 30.0)
-    again = tune(lambda: call(op), 30.0)
+    tune(lambda: run(op), 30.0)
+    again = tune(lambda: run(op), 30.0)
     assert (again.measured, len(again.verdicts), len(held)) == (0, 1, 1)
-    assert tune(lambda: call(op), 30.0, force=True).measured == 1
+    assert tune(lambda: run(op), 30.0, force=True).measured == 1
     policy.store.forget()
     path = policy.store.path("cpu")
     path.write_text(path.read_text().replace(f'"{torch.__version__}"', '"1.0"'))
-    assert tune(lambda: call(op), 30.0).measured == 1, "measured under another torch"
+    assert tune(lambda: run(op), 30.0).measured == 1, "measured under another torch"
 
 
 def test_the_budget_leaves_the_rest_unsettled_and_says_so(op: Op, held: list[str]) -> None:
-    report = tune(lambda: call(op), 0.0)
+    report = tune(lambda: run(op), 0.0)
     assert held == []
     assert report.verdicts == ()
     assert report.unsettled == {key(op, zoo.case(4, 8, grad=False), "eager"): "the budget of 0 s was spent"}
@@ -138,7 +138,7 @@ def test_a_budget_is_a_number_of_seconds(budget: Any) -> None:
 
 
 def test_what_only_a_gpu_has_is_the_devices_regime_elsewhere(op: Op, held: list[str]) -> None:
-    report = tune(lambda: call(op), regimes=("graph", "eager"))
+    report = tune(lambda: run(op), regimes=("graph", "eager"))
     assert [name.rpartition(" ")[2] for name in held] == ["eager"]
     assert report.unsettled == {}
 
@@ -149,7 +149,7 @@ def test_what_can_take_part_by_now_reopens_the_contest() -> None:
     script = zoo.op(late, name="zoo_late")
 
     def step() -> None:
-        script(torch.ones(4, 8), torch.ones(8), None)
+        call(script, torch.ones(4, 8), torch.ones(8), None)
 
     with zoo.registered(script):
         (before,) = tune(step).verdicts
@@ -176,10 +176,10 @@ def test_recordings_that_overlap_miss_nothing(op: Op, held: list[str]) -> None:
     def long() -> None:
         first.start()
         inside.wait(60)
-        call(op, rows=4)
+        run(op, rows=4)
         outlived.set()
         first.join(60)
-        call(op, rows=5)
+        run(op, rows=5)
 
     report = tune(long)
     assert {key.partition("[")[2][0] for key in report.choices} == {"4", "5"}
@@ -193,8 +193,8 @@ def test_after_ranks_agreed_no_rank_tunes_alone(
     with monkeypatch.context() as job:
         job.setattr(torch.distributed, "is_initialized", lambda: True)
         with pytest.raises(PolicyError, match="tune_together"):
-            tune(lambda: call(op))
-    assert tune(lambda: call(op)).measured == 1, "that job is over"
+            tune(lambda: run(op))
+    assert tune(lambda: run(op)).measured == 1, "that job is over"
     assert policy.store.agreed is None
 
 
@@ -205,7 +205,7 @@ def test_a_long_step_does_not_eat_the_budget(
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
 
     def step() -> None:
-        call(op)
+        run(op)
         now[0] += 1000
 
     report = tune(step, 1.0)
@@ -220,7 +220,7 @@ def test_a_contest_that_fails_is_listed_and_the_next_is_held(op: Op, monkeypatch
         return [[toys.verdict(op, "two", rows=5)]]
 
     monkeypatch.setattr(module, "_hold", hold)
-    report = tune(lambda: (call(op, 4), call(op, 5)), 30.0)
+    report = tune(lambda: (run(op, 4), run(op, 5)), 30.0)
     assert report.unsettled == {key(op, zoo.case(4, 8, grad=False), "eager"): "the incumbent fails"}
     assert report.measured == 1
 
@@ -234,7 +234,7 @@ def test_ctrl_c_leaves_the_table_whole_and_the_process_usable(op: Op, held: list
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tune(lambda: (call(op, 4), call(op, 5)), 30.0, announce=announce)
+        tune(lambda: (run(op, 4), run(op, 5)), 30.0, announce=announce)
     assert len(json.loads(policy.store.path("cpu").read_text())["rows"]) == 1
     assert recordings == []
 
@@ -243,17 +243,17 @@ def test_a_step_that_raises_ends_the_recording(op: Op) -> None:
     with pytest.raises(ZeroDivisionError):
         tune(lambda: 1 / 0, 1.0)
     assert recordings == []
-    call(op)
+    run(op)
     assert len(policy.memo(policy.current())) == 1
 
 
 @pytest.mark.parametrize("name", ["tune", "strict"])
 def test_policies_that_mind_a_miss_wait_until_the_step_is_over(op: Op, held: list[str], name: str) -> None:
     with using(name):
-        report = tune(lambda: call(op), 30.0)
+        report = tune(lambda: run(op), 30.0)
         assert report.measured == 1
         toys.ran.clear()
-        call(op)
+        run(op)
         assert toys.ran == ["two"]
 
 
@@ -268,7 +268,7 @@ def test_compiled_regions_are_settled_and_compiled_anew(op: Op, held: list[str])
     )
     x, w = torch.randn(4, 8), torch.randn(8)
     with zoo.registered(added):
-        run = torch.compile(lambda x, w: added(x, w, None), fullgraph=True, backend="aot_eager")
+        run = torch.compile(lambda x, w: call(added, x, w, None), fullgraph=True, backend="aot_eager")
         report = tune(lambda: run(x, w), 30.0)
         assert list(report.choices) == held == ["zoo_added(x=fp32[*,8], w=fp32[8]) cpu compiled"]
         assert who(run(x, w), x, w) == "two"
@@ -284,7 +284,7 @@ def test_the_tune_policy_gives_a_failing_contest_one_try(op: Op, monkeypatch: py
     monkeypatch.setattr(module, "_hold", hold)
     with using("tune"):
         for rows in (1025, 1026, 1027):  # one key, three fingerprints
-            call(op, rows)
+            run(op, rows)
     assert len(tries) == 1
 
 
@@ -294,7 +294,7 @@ def test_a_real_contest_of_an_importable_op_and_of_one_from_a_script() -> None:
     x, w = torch.randn(16, 8, requires_grad=True), torch.randn(8, requires_grad=True)
 
     def step() -> None:
-        (script(x, w, None) + zoo.CALM(x, w, None)).sum().backward()
+        (call(script, x, w, None) + call(zoo.CALM, x, w, None)).sum().backward()
 
     with zoo.registered(script, zoo.CALM):
         heard: list[str] = []
@@ -319,7 +319,7 @@ def test_contests_of_one_step_are_held_in_rounds(monkeypatch: pytest.MonkeyPatch
 
     def step() -> None:
         for op, rows in ((zoo.CALM, 3), (zoo.CALM, 4), (script, 6), (zoo.CALM, 5)):
-            call(op, rows)
+            run(op, rows)
 
     monkeypatch.setattr(module, "_hold", hold)
     with zoo.registered(script, zoo.CALM):
@@ -341,7 +341,7 @@ def test_what_was_measured_before_an_interrupt_is_kept() -> None:
 
     seen: list[str] = []
     with zoo.registered(zoo.CALM), pytest.raises(KeyboardInterrupt):
-        tune(lambda: [call(zoo.CALM, rows) for rows in (3, 4, 5)], 100.0, jobs=3, announce=announce)
+        tune(lambda: [run(zoo.CALM, rows) for rows in (3, 4, 5)], 100.0, jobs=3, announce=announce)
     assert 1 <= len(json.loads(policy.store.path("cpu").read_text())["rows"]) < 3
 
 
@@ -366,7 +366,7 @@ def test_third_parties_compete_only_when_asked_for() -> None:
     x, w = torch.randn(16, 8), torch.randn(8)
 
     def peer(**options: Any) -> tuple[int, str | None]:
-        report = tune(lambda: made(x, w, None), 20.0, **options)
+        report = tune(lambda: call(made, x, w, None), 20.0, **options)
         (verdict,) = report.verdicts
         return report.measured, next(t.rejected for t in verdict.trials if t.candidate == "peer")
 
@@ -395,7 +395,7 @@ def test_the_worker_loads_beside_the_first_step_and_only_then(monkeypatch: pytes
 
 def test_what_other_versions_measured_is_measured_again(op: Op, held: list[str]) -> None:
     """Their table, left where it is, serves calls; to tune is to measure under the versions here."""
-    tune(lambda: call(op))
+    tune(lambda: run(op))
     mine = policy.store.path("cpu")
     table = read(mine)
     older = msgspec.structs.replace(table.facts, torch="1.0")
@@ -403,5 +403,5 @@ def test_what_other_versions_measured_is_measured_again(op: Op, held: list[str])
     mine.unlink()
     policy.store.forget()
     policy.forget()
-    assert toys.call(op) == "two", "in force meanwhile"
-    assert tune(lambda: call(op)).measured == 1
+    assert toys.who_runs(op) == "two", "in force meanwhile"
+    assert tune(lambda: run(op)).measured == 1

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from bakeoff.errors import ContestError
+from bakeoff.select import Candidate, Case, Op, TensorMeta
 from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.draw import cotangent, inputs
 from bakeoff.select.contests.poison import Poison, fenced, unchanged
 from bakeoff.select.contests.verdict import Trial, Verdict
 from bakeoff.select.contests.verify import Rejected, _errors, _evenness, _reference, verify, yardsticks
-from bakeoff.select.declare.op import Candidate, Case, Op, TensorMeta
 from tests.unit import zoo
 
 

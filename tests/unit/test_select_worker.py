@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,8 +18,7 @@ import torch
 
 from bakeoff.errors import ContestError
 from bakeoff.select.contests.verdict import Trial, Verdict
-from bakeoff.select.contests.worker import Worker, home_of
-from bakeoff.select.declare.op import Candidate, resolve
+from bakeoff.select.contests.worker import Worker, home_of, op_at
 from tests.unit import zoo
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def test_an_op_that_cannot_be_imported_is_refused(worker: Worker) -> None:
     with pytest.raises(ContestError, match=r"set Op.home"):
         worker.contest(lost, zoo.case(), ("eager",), 0.01)
     assert home_of(zoo.op(home="tests.unit.zoo:CALM")) is None, "another op lives there"
-    assert resolve(home_of(zoo.CALM) or "") is zoo.CALM
+    assert op_at(home_of(zoo.CALM) or "") is zoo.CALM
 
 
 def test_a_worker_that_cannot_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,20 +151,21 @@ def test_a_verdict_keeps_the_hash_of_the_source_it_was_measured_on(
 ) -> None:
     """Edited after this process read it, and before the worker did."""
     text = """
-        from bakeoff.select.declare.op import Candidate
+        from bakeoff.select import Candidate
         from tests.unit import zoo
-        call = zoo.good
-        OP = zoo.op(Candidate("edited", "zoo_edited_later:call"), home="zoo_edited_later:OP")
+        def call(x, w, flag=None):
+            return zoo.good(x, w)
+        OP = zoo.op(Candidate("edited", call), home="zoo_edited_later:OP")
     """
     file = tmp_path / "zoo_edited_later.py"
     file.write_text(textwrap.dedent(text))
     monkeypatch.syspath_prepend(tmp_path)
-    op = resolve("zoo_edited_later:OP")
+    op = op_at("zoo_edited_later:OP")
     before = op.by_name["edited"].source_hash
     file.write_text(file.read_text() + "# corrected\n")
     with Worker() as worker:
         (verdict,) = worker.contest(op, zoo.case(), ("eager",), 0.01)
-    assert trial(verdict, "edited").source_hash == Candidate("edited", "zoo_edited_later:call").source_hash
+    assert trial(verdict, "edited").source_hash == replace(op.by_name["edited"]).source_hash
     assert trial(verdict, "edited").source_hash != before
 
 
@@ -261,4 +262,7 @@ def test_the_worker_ends_with_its_parent(end: signal.Signals) -> None:
 
 
 def test_candidates_are_imported_where_they_run() -> None:
-    assert isinstance(Candidate("far", "tests.unit.nothing:here").load, str), "declaring imports nothing"
+    far = zoo.WRONG["broken_import"][0]
+    assert len(far.source_hash) == 12, "neither declaring nor hashing imports"
+    with pytest.raises(ModuleNotFoundError, match="nothing"):
+        _ = far.implementation

@@ -5,7 +5,7 @@ import torch
 
 from bakeoff.ops import spectral_filter
 from bakeoff.ops.spectral_filter import OP
-from bakeoff.select.declare.op import Case, TensorMeta
+from bakeoff.select import Case, TensorMeta
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)])

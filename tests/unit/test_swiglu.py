@@ -13,7 +13,7 @@ from bakeoff.ops import swiglu
 from bakeoff.ops.swiglu import OP, peers
 from bakeoff.ops.swiglu.plain import eager
 from bakeoff.ops.swiglu.reference import swiglu as reference
-from bakeoff.select.declare.op import Case, TensorMeta
+from bakeoff.select import Case, TensorMeta
 from tests.unit.compiler import needs_compiler
 
 BF16 = torch.bfloat16

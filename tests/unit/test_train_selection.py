@@ -8,11 +8,11 @@ import torch
 
 from bakeoff.apps.train.config import Select
 from bakeoff.apps.train.selection import choices, settle
+from bakeoff.select import Op, call
 from bakeoff.select.choose import policy
 from bakeoff.select.choose import table as tables
 from bakeoff.select.choose.policy import using
 from bakeoff.select.declare.key import key
-from bakeoff.select.declare.op import Op
 from tests.unit import test_select_policy as toys
 from tests.unit import zoo
 
@@ -31,7 +31,7 @@ def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Op]:
 
 def test_the_verdicts_a_run_uses_are_kept_with_it_and_can_be_pinned(op: Op, tmp_path: Path) -> None:
     def step() -> None:
-        op(torch.ones(4, 8), torch.ones(8), None)
+        call(op, torch.ones(4, 8), torch.ones(8), None)
 
     toys.learn(op, "two", rows=4)
     toys.learn(op, "one", rows=5)  # no call of the step's
@@ -52,7 +52,7 @@ def test_a_full_disk_costs_the_copy_and_not_the_run(
     toys.learn(op, "two", rows=4)
     (tmp_path / "file").write_text("")
     found = settle(
-        lambda: op(torch.ones(4, 8), torch.ones(8), None),
+        lambda: call(op, torch.ones(4, 8), torch.ones(8), None),
         Select(tune=False),
         tmp_path / "file",
         announce=print,

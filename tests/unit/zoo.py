@@ -1,7 +1,7 @@
 """Deliberately bad candidates, and the small ops they compete in, importable by a worker process.
 
 Most of them compute ``tanh(x) * w`` through one autograd Function that is right, and go wrong by a hook into
-its forward or its backward. None of these ops stays in the registry: `registered` puts one there for a test.
+its forward or its backward. None of these ops is in the registry: `registered` puts one there for a test.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from bakeoff.select import Candidate, Case, Cost, Op, TensorMeta, registry
 from bakeoff.select.declare.key import round_rows, with_layout
-from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta, registry
 
 HERE = "tests.unit.zoo"
 
@@ -82,7 +82,7 @@ def bucket(case: Case) -> Case:
 
 
 def op(*candidates: Candidate, name: str = "zoo", home: str = "", **changes: Any) -> Op:
-    """An op of eager and `candidates`, kept out of the registry."""
+    """An op of eager and `candidates`, not registered."""
     settings: dict[str, Any] = {
         "reference": reference,
         "check": check,
@@ -93,10 +93,8 @@ def op(*candidates: Candidate, name: str = "zoo", home: str = "", **changes: Any
         "features": {"x": 1, "w": 1},
         "batched": frozenset({"x"}),
     }
-    incumbent = changes.pop("incumbent", Candidate("eager", f"{HERE}:eager"))
-    made = Op(name=name, candidates=(incumbent, *candidates), home=home, **{**settings, **changes})
-    registry.pop(name, None)
-    return made
+    incumbent = changes.pop("incumbent", Candidate("eager", eager))
+    return Op(name=name, candidates=(incumbent, *candidates), home=home, **{**settings, **changes})
 
 
 @contextlib.contextmanager
@@ -197,6 +195,12 @@ def _launch(x: Any, w: Any, y: Any) -> None:
 
 def _missing(*_: Any) -> Any:
     raise ImportError("libcuda.so.1: cannot open shared object file")
+
+
+def _not_there() -> Any:
+    from tests.unit.nothing import here
+
+    return here
 
 
 _memory: dict[Any, torch.Tensor] = {}
@@ -306,7 +310,7 @@ WRONG: dict[str, tuple[Candidate, str]] = {
         (Candidate("transposed_dy", product(None, _never_transposed_dy)), "gradient of x is wrong"),
         (Candidate("out_of_memory", out_of_memory), "CUDA out of memory"),
         (Candidate("missing", _missing), "ImportError: libcuda.so.1"),
-        (Candidate("broken_import", "tests.unit.nothing:here"), "ModuleNotFoundError"),
+        (Candidate("broken_import", load=_not_there), "ModuleNotFoundError"),
         (Candidate("absent", good, requires=("no_such_package",)), "no_such_package is not installed"),
         (Candidate("no_backward", good, has_backward=False), "has no backward"),
         (Candidate("picky", good, supports=lambda case: "wants even rows"), "wants even rows"),
@@ -318,7 +322,7 @@ WRONG: dict[str, tuple[Candidate, str]] = {
 }
 HONEST_RACE = Candidate("honest_race", product(_racy), deterministic=False)
 LAUNCHES = Candidate("launches", product(_launch), launches=launches)
-GOOD = Candidate("good", f"{HERE}:good")
+GOOD = Candidate("good", good)
 
 
 def turning_wrong(after: int) -> Candidate:
@@ -419,7 +423,7 @@ def waits(*_: Any) -> Any:
 
 
 def _deadly(name: str) -> Candidate:
-    return Candidate(name, f"{HERE}:{name}")
+    return Candidate(name, globals()[name])
 
 
 CRASHING = op(
@@ -517,6 +521,4 @@ DENSE = _one(
 
 def with_candidates(base: Op, *candidates: Candidate) -> Op:
     """`base` with other challengers under the same name, as after an update of the package."""
-    made = replace(base, candidates=(base.incumbent, *candidates))
-    registry.pop(base.name, None)
-    return made
+    return replace(base, candidates=(base.incumbent, *candidates))

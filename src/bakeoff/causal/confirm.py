@@ -12,9 +12,9 @@ import torch
 
 from bakeoff.causal.copies import device_of
 from bakeoff.causal.subject import Subject
+from bakeoff.select import find_op
 from bakeoff.select.choose.explain import choices
 from bakeoff.select.choose.policy import using
-from bakeoff.select.declare.op import find_op
 
 __all__ = ["confirmed"]
 

@@ -3,7 +3,7 @@
 ``bakeoff.apps.bench.exact:rms_norm`` is such a twin of rms_norm, so that a worker process can import it.
 """
 
-import copy
+from dataclasses import replace
 from typing import Any
 
 from bakeoff.errors import PolicyError
@@ -17,9 +17,7 @@ _twins: dict[str, Op] = {}
 def exact(op: Op) -> Op:
     """The twin of a registered op whose bucket is the case itself."""
     if op.name not in _twins:
-        twin = copy.copy(op)  # makes no second registration, as building another Op would
-        vars(twin).update(bucket=_itself, home=f"{__name__}:{op.name}")
-        _twins[op.name] = twin
+        _twins[op.name] = replace(op, bucket=_itself, home=f"{__name__}:{op.name}")
     return _twins[op.name]
 
 

@@ -21,7 +21,7 @@ from bakeoff.apps.bench.contests import known
 from bakeoff.apps.bench.results import Env, File, Row, keep, open_file
 from bakeoff.apps.bench.suites import Cell, cells, shrunk
 from bakeoff.errors import ContestError
-from bakeoff.select import Case, Op, find_op, using
+from bakeoff.select import Case, Op, call, find_op, using
 from bakeoff.select.contests.contest import regimes_of, timers_for
 from bakeoff.select.contests.draw import inputs
 from bakeoff.select.contests.measure import Timing, input_sets, interleave, work
@@ -212,7 +212,7 @@ def _timed(
             reasons[name] = "; ".join(unable)
             continue
         try:
-            samplers[name] = timer.sampler(work(cell.op, cell.case, candidate.call, sets))
+            samplers[name] = timer.sampler(work(cell.op, cell.case, candidate.implementation, sets))
         except Exception as error:  # noqa: BLE001  whatever it is, it belongs into the row
             reasons[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return interleave(samplers, budget_s), reasons
@@ -229,8 +229,8 @@ def overhead_rows(op: Op, device: str) -> list[SelectionRow]:
         if name not in op.by_name or op.by_name[name].reasons(case):
             continue
         with using(**{op.name: name}):
-            op(*args)
-            us = overhead_us(lambda: op(*args), lambda: op.by_name[name].call(*args), device)  # noqa: B023
+            call(op, *args)
+            us = overhead_us(lambda: call(op, *args), lambda: op.by_name[name].implementation(*args), device)  # noqa: B023
         forward = Cell(cell.op, case, "forward")
         rows.append(_row(forward, name, cost.bytes, cost.flops, measure="overhead", us=us))
     return rows

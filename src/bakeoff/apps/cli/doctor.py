@@ -21,7 +21,7 @@ from bakeoff.errors import TableError
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.table import cache_dir, read
 from bakeoff.select.declare.compiled import unlinkable
-from bakeoff.select.declare.op import missing, package_version
+from bakeoff.select.declare.installed import missing, package_version
 
 __all__ = ["Machine", "Report", "TableState", "examine", "inspect_machine", "problems", "run", "show"]
 

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from bakeoff.apps.cli.terminal import console, declared, device_named, print_json
 from bakeoff.select import Candidate, Case, Op
-from bakeoff.select.declare.op import package_version
+from bakeoff.select.declare.installed import package_version
 
 __all__ = ["Listed", "listed", "run"]
 

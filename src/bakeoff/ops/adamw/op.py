@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bakeoff.kernels.counter import launches
 from bakeoff.ops.adamw import plain
 from bakeoff.ops.adamw.group import Group, Guard, Hyper, join
 from bakeoff.ops.adamw.reference import adamw as reference
 from bakeoff.ops.adamw.reference import global_norm as norm_reference
+from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows
-from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta, resolve
 
 __all__ = ["NORM", "OP", "Norm", "Stacked", "norm_case", "update_case"]
 
@@ -29,13 +30,8 @@ _MOST_COMPILED = 512
 class Stacked:
     """A list implementation (`update`) that can also be called as the contest's op, on stacked copies."""
 
-    def __init__(self, update: str | Callable[[Group, Hyper], None]) -> None:
-        self._update = update
-
-    @property
-    def update(self) -> Callable[[Group, Hyper], None]:
-        found: Callable[[Group, Hyper], None] = resolve(self._update)
-        return found
+    def __init__(self, update: Callable[[Group, Hyper], None]) -> None:
+        self.update = update
 
     def __call__(
         self,
@@ -77,20 +73,8 @@ def prepare(call: Any, args: Sequence[Any]) -> Callable[[], None]:
 class Norm:
     """A list implementation of the norm and its `guard`, callable as the contest's op."""
 
-    def __init__(
-        self, norm: str | Callable[[Sequence[Tensor]], Tensor], guard: str | Callable[..., Guard]
-    ) -> None:
-        self._norm, self._guard = norm, guard
-
-    @property
-    def guard(self) -> Callable[..., Guard]:
-        found: Callable[..., Guard] = resolve(self._guard)
-        return found
-
-    @property
-    def norm(self) -> Callable[[Sequence[Tensor]], Tensor]:
-        found: Callable[[Sequence[Tensor]], Tensor] = resolve(self._norm)
-        return found
+    def __init__(self, norm: Callable[[Sequence[Tensor]], Tensor], guard: Callable[..., Guard]) -> None:
+        self.norm, self.guard = norm, guard
 
     def __call__(self, grad: Any) -> Tensor:
         return self.norm(list(grad.unbind(0))).reshape(1)
@@ -101,15 +85,6 @@ def prepare_norm(call: Any, args: Sequence[Any]) -> Callable[[], Tensor]:
     grads = _rows(args[0])
     found: Callable[[Sequence[Tensor]], Tensor] = call.norm
     return lambda: found(grads)
-
-
-loop = Stacked(plain.loop)
-foreach = Stacked(plain.foreach)
-fused = Stacked(plain.fused)
-compiled = Stacked(plain.compiled)
-triton = Stacked("bakeoff.ops.adamw.kernels:update")
-norm_eager = Norm(plain.norm, plain.guard)
-norm_triton = Norm("bakeoff.ops.adamw.kernels:norm", "bakeoff.ops.adamw.kernels:guard")
 
 
 def update_case(
@@ -281,46 +256,45 @@ def heuristic(case: Case, regime: str) -> str:
     return "loop" if fused_supports(case) else "fused"
 
 
-def _kernels(name: str, load: str) -> Candidate:
+def _triton() -> Implementation:
+    from bakeoff.ops.adamw.kernels import update
+
+    return Stacked(update)
+
+
+def _norm_triton() -> Implementation:
+    from bakeoff.ops.adamw.kernels import guard, norm
+
+    return Norm(norm, guard)
+
+
+def _kernels(load: Callable[[], Implementation]) -> Candidate:
     return Candidate(
-        name,
+        "triton",
         load=load,
         supports=triton_supports,
         requires=("triton",),
         has_backward=False,
         traceable=False,
-        launches="bakeoff.launch:launches",
-        sources=(
-            "bakeoff.ops.adamw.kernels",
-            "bakeoff.ops.adamw.tables",
-            "bakeoff.ops.adamw.group",
-            "bakeoff.launch",
-        ),
+        launches=launches,
     )
 
 
 def _torch(
-    name: str, supports: Callable[[Case], str | None] = lambda case: None, attribute: str = ""
+    name: str, call: Implementation, supports: Callable[[Case], str | None] = lambda case: None
 ) -> Candidate:
-    return Candidate(
-        name,
-        load=f"bakeoff.ops.adamw.op:{attribute or name}",
-        supports=supports,
-        has_backward=False,
-        traceable=False,
-        sources=("bakeoff.ops.adamw.plain", "bakeoff.ops.adamw.group", "bakeoff.ops.adamw.reference"),
-    )
+    return Candidate(name, call, supports=supports, has_backward=False, traceable=False)
 
 
 OP = Op(
     name="adamw_",
     reference=reference,
     candidates=(
-        _torch("loop"),
-        _torch("foreach", foreach_supports),
-        _torch("fused", fused_supports),
-        _torch("compiled", compiled_supports),
-        _kernels("triton", "bakeoff.ops.adamw.op:triton"),
+        _torch("loop", Stacked(plain.loop)),
+        _torch("foreach", Stacked(plain.foreach), foreach_supports),
+        _torch("fused", Stacked(plain.fused), fused_supports),
+        _torch("compiled", Stacked(plain.compiled), compiled_supports),
+        _kernels(_triton),
     ),
     check=check,
     bucket=bucket,
@@ -338,8 +312,8 @@ NORM = Op(
     name="global_norm",
     reference=norm_reference,
     candidates=(
-        _torch("eager", attribute="norm_eager"),
-        _kernels("triton", "bakeoff.ops.adamw.op:norm_triton"),
+        _torch("eager", Norm(plain.norm, plain.guard)),
+        _kernels(_norm_triton),
     ),
     check=lambda case: None,
     bucket=lambda case: case.replace(
@@ -357,3 +331,6 @@ NORM = Op(
     prepare=prepare_norm,
     home="bakeoff.ops.adamw.op:NORM",
 )
+
+register(OP)
+register(NORM)

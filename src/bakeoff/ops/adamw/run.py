@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bakeoff.ops.adamw.group import Group, Guard, Hyper
 from bakeoff.ops.adamw.op import NORM, OP, Norm, Stacked, norm_case, update_case
+from bakeoff.select import Case, Op
 from bakeoff.select.choose import hot
 from bakeoff.select.choose.dispatch import able, decide
-from bakeoff.select.declare.op import Case, Op
 
 __all__ = ["DTYPES", "guard", "overlap", "update"]
 
@@ -77,7 +77,7 @@ def guard(
 def _chosen(op: Op, known: tuple[Any, ...], make: Callable[..., Case], impl: str | None) -> Any:
     """The candidate for a group, as for any call; what is `known` of the group stands for its fingerprint."""
     if impl is not None:
-        return able(op, make(*known), impl).call
+        return able(op, make(*known), impl).implementation
     where = (op, torch._C._get_deterministic_algorithms(), *known)
     found = hot.current().get(where)
     return decide(op, make(*known), where) if found is None else found

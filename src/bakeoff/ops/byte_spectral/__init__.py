@@ -3,6 +3,7 @@
 import torch
 
 from bakeoff.ops.byte_spectral.op import OP
+from bakeoff.select import call
 
 __all__ = ["OP", "byte_spectral"]
 
@@ -79,4 +80,4 @@ def byte_spectral(
         and torch.is_autocast_enabled(device)
     ):
         weight = weight.to(torch.get_autocast_dtype(device))
-    return OP(ids, table, window, omega, features, weight, bias, causal, impl=impl)  # type: ignore[no-any-return]
+    return call(OP, ids, table, window, omega, features, weight, bias, causal, impl=impl)  # type: ignore[no-any-return]

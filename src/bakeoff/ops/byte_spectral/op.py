@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from bakeoff.kernels.counter import launches
+from bakeoff.ops.byte_spectral import plain
 from bakeoff.ops.byte_spectral.reference import byte_spectral as reference
+from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
-from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 
@@ -252,52 +254,45 @@ def heuristic(case: Case, regime: str) -> str:
     return "eager" if triton_cannot(case) else "triton"
 
 
+def _triton() -> Implementation:
+    from bakeoff.ops.byte_spectral.autograd import byte_spectral
+
+    return byte_spectral
+
+
 OP = Op(
     name="byte_spectral",
     reference=reference,
     candidates=(
         Candidate(
             "eager",
-            load="bakeoff.ops.byte_spectral.plain:eager",
-            sources=("bakeoff.ops.byte_spectral.reference",),
+            plain.eager,
         ),
         Candidate(
             "loop",
-            load="bakeoff.ops.byte_spectral.plain:loop",
+            plain.loop,
             supports=loop_cannot,
             baseline=True,
             traceable=False,
-            sources=("bakeoff.ops.byte_spectral.reference",),
         ),
         Candidate(
             "rfft",
-            load="bakeoff.ops.byte_spectral.plain:rfft",
+            plain.rfft,
             supports=rfft_cannot,
             traceable=False,
-            sources=("bakeoff.ops.byte_spectral.reference",),
         ),
         Candidate(
             "compiled",
-            load="bakeoff.ops.byte_spectral.plain:compiled",
+            plain.compiled,
             supports=compiler_missing,
             deterministic=False,  # it adds the table's gradient up in any order
-            sources=("bakeoff.ops.byte_spectral.reference",),
         ),
         Candidate(
             "triton",
-            load="bakeoff.ops.byte_spectral.autograd:byte_spectral",
+            load=_triton,
             supports=triton_cannot,
             requires=("triton",),
-            launches="bakeoff.launch:launches",
-            sources=(
-                "bakeoff.ops.byte_spectral.kernels",
-                "bakeoff.ops.byte_spectral.kernels.spectrum",
-                "bakeoff.ops.byte_spectral.kernels.forward",
-                "bakeoff.ops.byte_spectral.kernels.backward",
-                "bakeoff.ops.byte_spectral.run",
-                "bakeoff.ops.byte_spectral.reference",
-                "bakeoff.launch",
-            ),
+            launches=launches,
         ),
     ),
     check=check,
@@ -309,3 +304,5 @@ OP = Op(
     batched=frozenset({"ids"}),
     draw=draw,
 )
+
+register(OP)

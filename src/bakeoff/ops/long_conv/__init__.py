@@ -3,6 +3,7 @@
 import torch
 
 from bakeoff.ops.long_conv.op import OP
+from bakeoff.select import call
 
 __all__ = ["OP", "long_conv"]
 
@@ -57,4 +58,4 @@ def long_conv(
         >>> long_conv(click, echo).flatten().round(decimals=5).tolist()
         [1.0, 0.5, 0.0, 2.0]
     """
-    return OP(u, h, skip, gate_in, gate_out, causal, impl=impl)  # type: ignore[no-any-return]
+    return call(OP, u, h, skip, gate_in, gate_out, causal, impl=impl)  # type: ignore[no-any-return]

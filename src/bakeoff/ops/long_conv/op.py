@@ -6,11 +6,13 @@ import reprlib
 import torch
 
 from bakeoff import cuda
+from bakeoff.kernels.counter import launches
+from bakeoff.ops.long_conv import plain
 from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.long_conv.reference import long_conv as reference
+from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
-from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 
@@ -201,52 +203,50 @@ def _fft(case: Case) -> str | None:
     return None
 
 
-_SOURCES = ("bakeoff.ops.long_conv.reference",)
-_HERE = "bakeoff.ops.long_conv"
-_DIRECT = tuple(f"kernels:{name}" for name in ("direct.cu", "direct_major.cu", "taps.cuh", "data.cuh"))
-_ROWS = tuple(f"{_HERE}.{room}" for room in ("autograd", "kernels.pack", "rows", "run"))
+def _load_direct() -> Implementation:
+    from bakeoff.ops.long_conv.candidates import direct
+
+    return direct
+
+
+def _load_toeplitz() -> Implementation:
+    from bakeoff.ops.long_conv.candidates import toeplitz
+
+    return toeplitz
+
+
+def _load_fft() -> Implementation:
+    from bakeoff.ops.long_conv.candidates import fft
+
+    return fft
+
 
 OP = Op(
     name="long_conv",
     reference=reference,
     candidates=(
-        Candidate("eager", "bakeoff.ops.long_conv.plain:eager", sources=_SOURCES),
-        Candidate(
-            "compiled", "bakeoff.ops.long_conv.plain:compiled", supports=compiler_missing, sources=_SOURCES
-        ),
+        Candidate("eager", plain.eager),
+        Candidate("compiled", plain.compiled, supports=compiler_missing),
         Candidate(
             "direct",
-            "bakeoff.ops.long_conv.candidates:direct",
+            load=_load_direct,
             requires=("triton",),
             supports=_direct,
-            sources=(
-                *_ROWS,
-                *(f"{_HERE}.{room}" for room in ("direct", "direct_major", *_DIRECT)),
-                "bakeoff.launch",
-                "bakeoff.cuda",
-            ),
-            launches="bakeoff.cuda:launches",
+            launches=launches,
         ),
         Candidate(
             "toeplitz",
-            "bakeoff.ops.long_conv.candidates:toeplitz",
+            load=_load_toeplitz,
             requires=("triton",),
             supports=_toeplitz,
-            sources=(*_ROWS, f"{_HERE}.toeplitz", f"{_HERE}.kernels.toeplitz", "bakeoff.launch"),
-            launches="bakeoff.launch:launches",
+            launches=launches,
         ),
         Candidate(
             "fft",
-            "bakeoff.ops.long_conv.candidates:fft",
+            load=_load_fft,
             requires=("triton",),
             supports=_fft,
-            sources=(
-                *_ROWS,
-                *(f"{_HERE}.{room}" for room in ("fft", "plan", "kernels:fft.cu", "kernels:data.cuh")),
-                "bakeoff.launch",
-                "bakeoff.cuda",
-            ),
-            launches="bakeoff.cuda:launches",
+            launches=launches,
         ),
     ),
     check=check,
@@ -257,3 +257,5 @@ OP = Op(
     features={"u": 1, "h": 2, "skip": 1, "gate_in": 1, "gate_out": 1},
     batched=frozenset({"u", "gate_in", "gate_out"}),
 )
+
+register(OP)

@@ -3,6 +3,7 @@
 import torch
 
 from bakeoff.ops.pole_scan.op import OP
+from bakeoff.select import call
 
 __all__ = ["OP", "pole_scan"]
 
@@ -62,4 +63,4 @@ def pole_scan(
         >>> torch.allclose(y.flatten(), torch.tensor([1.0, 0.0, -0.25]), atol=1e-6)
         True
     """
-    return OP(u, log_radius, theta, coef, state, impl=impl)  # type: ignore[no-any-return]
+    return call(OP, u, log_radius, theta, coef, state, impl=impl)  # type: ignore[no-any-return]

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from bakeoff.kernels.counter import launches
+from bakeoff.ops.pole_scan import plain
 from bakeoff.ops.pole_scan.reference import pole_scan as reference
+from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
-from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 
@@ -168,30 +170,25 @@ def heuristic(case: Case, regime: str) -> str:
     return "eager" if triton_supports(case) else "triton"
 
 
-_HERE = "bakeoff.ops.pole_scan"
+def _triton() -> Implementation:
+    from bakeoff.ops.pole_scan.autograd import pole_scan
+
+    return pole_scan
+
 
 OP = Op(
     name="pole_scan",
     reference=reference,
     candidates=(
-        Candidate("eager", f"{_HERE}.plain:eager"),
-        Candidate("scan", f"{_HERE}.plain:scan"),
-        Candidate("compiled", f"{_HERE}.plain:compiled", supports=compiler_missing),
+        Candidate("eager", plain.eager),
+        Candidate("scan", plain.scan),
+        Candidate("compiled", plain.compiled, supports=compiler_missing),
         Candidate(
             "triton",
-            f"{_HERE}.autograd:pole_scan",
+            load=_triton,
             supports=triton_supports,
             requires=("triton",),
-            launches="bakeoff.launch:launches",
-            sources=(
-                f"{_HERE}.kernels",
-                f"{_HERE}.kernels.poles",
-                f"{_HERE}.kernels.edges",
-                f"{_HERE}.kernels.forward",
-                f"{_HERE}.kernels.backward",
-                f"{_HERE}.run",
-                "bakeoff.launch",
-            ),
+            launches=launches,
         ),
     ),
     check=check,
@@ -203,3 +200,5 @@ OP = Op(
     batched=frozenset({"u", "state"}),
     draw=draw,
 )
+
+register(OP)

@@ -3,6 +3,7 @@
 import torch
 
 from bakeoff.ops.rms_norm.op import OP
+from bakeoff.select import call
 
 __all__ = ["OP", "rms_norm"]
 
@@ -47,7 +48,7 @@ def rms_norm(
         >>> y.tolist() == (torch.tensor([[3.0, 4.0]]) / 12.5**0.5).tolist()
         True
     """
-    out = OP(x, weight, eps, residual, offset, impl=impl)
+    out = call(OP, x, weight, eps, residual, offset, impl=impl)
     if residual is None:
         return out  # type: ignore[no-any-return]
     y, s = out

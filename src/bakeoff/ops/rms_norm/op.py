@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from bakeoff.ops.rms_norm import peers
+from bakeoff.kernels.counter import launches
+from bakeoff.ops.rms_norm import peers, plain
 from bakeoff.ops.rms_norm.reference import rms_norm as reference
+from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
-from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 
@@ -156,47 +157,46 @@ def heuristic(case: Case, regime: str) -> str:
     return "eager" if host_bound else "triton"
 
 
+def _triton() -> Implementation:
+    from bakeoff.ops.rms_norm.autograd import rms_norm
+
+    return rms_norm
+
+
 OP = Op(
     name="rms_norm",
     reference=reference,
     candidates=(
-        Candidate("eager", load="bakeoff.ops.rms_norm.plain:eager"),
+        Candidate("eager", plain.eager),
         Candidate(
             "compiled",
-            load="bakeoff.ops.rms_norm.plain:compiled",
+            plain.compiled,
             supports=compiler_missing,
-            sources=("bakeoff.ops.rms_norm.reference",),
         ),
         Candidate(
             "triton",
-            load="bakeoff.ops.rms_norm.autograd:rms_norm",
+            load=_triton,
             supports=triton_supports,
             requires=("triton",),
-            launches="bakeoff.ops.rms_norm.run:launches",
-            sources=(
-                "bakeoff.ops.rms_norm.kernels",
-                "bakeoff.ops.rms_norm.run",
-                "bakeoff.launch",
-                "bakeoff.layout",
-            ),
+            launches=launches,
         ),
         Candidate(
             "liger",
-            load="bakeoff.ops.rms_norm.peers:liger",
+            peers.liger,
             supports=peers.liger_supports,
             requires=("liger_kernel",),
             traceable=False,
         ),
         Candidate(
             "quack",
-            load="bakeoff.ops.rms_norm.peers:quack",
+            peers.quack,
             supports=peers.quack_supports,
             requires=("quack",),
             min_capability=(8, 0),
         ),
         Candidate(
             "fla",
-            load="bakeoff.ops.rms_norm.peers:fla",
+            peers.fla,
             supports=peers.fla_supports,
             requires=("fla",),
             traceable=False,
@@ -210,3 +210,5 @@ OP = Op(
     features={"x": 1, "weight": 1, "residual": 1},
     batched=frozenset({"x", "residual"}),
 )
+
+register(OP)

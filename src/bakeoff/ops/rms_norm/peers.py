@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from bakeoff.select.declare.op import Case
+from bakeoff.select import Case
 
 __all__ = ["fla", "fla_supports", "liger", "liger_supports", "quack", "quack_supports"]
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from triton import knobs
 
-from bakeoff import launch
+from bakeoff.kernels.counter import count
 from bakeoff.launch import Launcher
 from bakeoff.layout import rows_of
 from bakeoff.ops.rms_norm import kernels
 
-__all__ = ["launches", "run_backward", "run_forward"]
+__all__ = ["run_backward", "run_forward"]
 
 _forward = Launcher(kernels._forward)
 _forward_long = Launcher(kernels._forward_long)
@@ -25,13 +25,6 @@ _backward = Launcher(kernels._backward)
 _row_sums = Launcher(kernels._row_sums)
 _backward_long = Launcher(kernels._backward_long)
 _sum_partials = Launcher(kernels._sum_partials)
-
-_direct_launches = 0
-
-
-def launches() -> int:
-    """Launches made so far: the proof that the candidate's own kernels ran."""
-    return launch.launches() + _direct_launches
 
 
 class _Ready(NamedTuple):
@@ -58,8 +51,7 @@ _ready_backward: dict[tuple[Any, ...], _ReadyBackward] = {}
 
 def _launch_and_keep(launcher: Launcher, grid: tuple[int, int, int], args: Any, meta: Any) -> _Ready:
     """Launch once through Triton and keep what later launches of the same signature need."""
-    global _direct_launches
-    _direct_launches += 1
+    count()
     compiled = launcher.kernel[grid](*args, **meta)
     constants = tuple(meta[name] for name in launcher.kernel.arg_names if name in meta)
     return _Ready(compiled.run, compiled.function, compiled.packed_metadata, grid[0], constants)
@@ -91,7 +83,6 @@ def run_forward(
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y and, with a residual, s."""
-    global _direct_launches
     device = x.get_device()
     dense = x.is_contiguous()
     x_pointer = pointers = x.data_ptr()
@@ -115,7 +106,7 @@ def run_forward(
     if residual_type is not None:
         s = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual_type))
         s_pointer = s.data_ptr()
-    _direct_launches += 1
+    count()
     ready.run(
         ready.programs, 1, 1, torch._C._cuda_getCurrentRawStream(device), ready.function, ready.packed,
         None, None, None, x_pointer, residual_pointer, weight_pointer, y.data_ptr(), s_pointer,
@@ -177,7 +168,6 @@ def run_backward(
     want_weight: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of x, of the residual where its dtype differs from x's (else None), and of the weight."""
-    global _direct_launches
     device = s.get_device()
     s_pointer, dy_pointer = s.data_ptr(), dy.data_ptr()
     pointers = s_pointer | dy_pointer
@@ -207,14 +197,14 @@ def run_backward(
     if last is not None:
         partial = torch.empty(partial_shape, dtype=torch.float32, device=s.device)
         partial_pointer = partial.data_ptr()
-    _direct_launches += 1
+    count()
     main.run(
         main.programs, 1, 1, stream, main.function, main.packed, None, None, None,
         dy_pointer, ds_pointer, s_pointer, weight_pointer, dx.data_ptr(), None, partial_pointer,
         N, units, units, units, eps, offset, *main.constants,
     )  # fmt: skip
     if last is not None:
-        _direct_launches += 1
+        count()
         last.run(
             last.programs, 1, 1, stream, last.function, last.packed, None, None, None,
             partial_pointer, dw_pointer, main.programs, *last.constants,

@@ -4,6 +4,7 @@ import torch
 
 from bakeoff.ops.rotary.op import OP
 from bakeoff.ops.rotary.reference import rotary_tables
+from bakeoff.select import call
 
 __all__ = ["OP", "rotary", "rotary_tables"]
 
@@ -56,4 +57,4 @@ def rotary(
         >>> bool(torch.allclose(turned.norm(dim=-1), q.norm(dim=-1)))
         True
     """
-    return OP(q, k, cos, sin, interleaved, position_ids, impl=impl)  # type: ignore[no-any-return]
+    return call(OP, q, k, cos, sin, interleaved, position_ids, impl=impl)  # type: ignore[no-any-return]

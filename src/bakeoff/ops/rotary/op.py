@@ -5,10 +5,12 @@ from math import prod
 
 import torch
 
+from bakeoff.kernels.counter import launches
+from bakeoff.ops.rotary import peers, plain
 from bakeoff.ops.rotary.reference import reference, rotary_tables
+from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import layout, round_rows, with_layout
-from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 
@@ -254,42 +256,41 @@ def _fla_cannot(case: Case) -> str | None:
     return "needs D <= 256" if case.q.shape[-1] > 256 else _peer_cannot(case)
 
 
-_HERE = "bakeoff.ops.rotary"
+def _triton() -> Implementation:
+    from bakeoff.ops.rotary.autograd import rotary
+
+    return rotary
+
 
 OP = Op(
     name="rotary",
     reference=reference,
     candidates=(
-        Candidate("eager", f"{_HERE}.plain:eager", sources=(f"{_HERE}.reference",)),
-        Candidate(
-            "compiled", f"{_HERE}.plain:compiled", supports=compiler_missing, sources=(f"{_HERE}.reference",)
-        ),
+        Candidate("eager", plain.eager),
+        Candidate("compiled", plain.compiled, supports=compiler_missing),
         Candidate(
             "triton",
-            f"{_HERE}.autograd:rotary",
+            load=_triton,
             supports=_triton_cannot,
             requires=("triton",),
-            launches="bakeoff.launch:launches",
-            sources=(f"{_HERE}.kernels", "bakeoff.launch"),
+            launches=launches,
         ),
         Candidate(
             "liger",
-            f"{_HERE}.peers:liger",
+            peers.liger,
             supports=_liger_cannot,
             requires=("liger_kernel", "triton"),
             traceable=False,
         ),
         Candidate(
             "quack",
-            f"{_HERE}.peers:quack",
+            peers.quack,
             supports=_quack_cannot,
             requires=("quack",),
             traceable=False,
             min_capability=(9, 0),
         ),
-        Candidate(
-            "fla", f"{_HERE}.peers:fla", supports=_fla_cannot, requires=("fla", "triton"), traceable=False
-        ),
+        Candidate("fla", peers.fla, supports=_fla_cannot, requires=("fla", "triton"), traceable=False),
     ),
     check=check,
     bucket=bucket,
@@ -300,3 +301,5 @@ OP = Op(
     batched=frozenset({"q", "k", "position_ids"}),
     draw=draw,
 )
+
+register(OP)

@@ -3,6 +3,7 @@
 import torch
 
 from bakeoff.ops.spectral_filter.op import OP
+from bakeoff.select import call
 
 __all__ = ["OP", "spectral_filter"]
 
@@ -47,4 +48,4 @@ def spectral_filter(x: torch.Tensor, weight: torch.Tensor, *, impl: str | None =
         >>> spectral_filter(x, no_mean).flatten().tolist()
         [-2.0, -1.0, 0.0, 3.0]
     """
-    return OP(x, weight, impl=impl)  # type: ignore[no-any-return]
+    return call(OP, x, weight, impl=impl)  # type: ignore[no-any-return]

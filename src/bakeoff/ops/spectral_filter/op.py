@@ -6,12 +6,13 @@ import reprlib
 import torch
 
 from bakeoff import cuda
-from bakeoff.ops.long_conv.op import OP as LONG_CONV
+from bakeoff.kernels.counter import launches
 from bakeoff.ops.long_conv.plan import plan
+from bakeoff.ops.spectral_filter import plain
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
+from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
-from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 
@@ -121,24 +122,25 @@ def heuristic(case: Case, regime: str) -> str:
     return "eager" if regime == "compiled" or fft_cannot(case) else "fft"
 
 
-_HERE = "bakeoff.ops.spectral_filter"
+def _fft() -> Implementation:
+    from bakeoff.ops.spectral_filter.fft import fft
+
+    return fft
+
 
 OP = Op(
     name="spectral_filter",
     reference=reference,
     candidates=(
-        Candidate("eager", f"{_HERE}.plain:eager", sources=(f"{_HERE}.reference",)),
-        Candidate(
-            "compiled", f"{_HERE}.plain:compiled", supports=compiler_missing, sources=(f"{_HERE}.reference",)
-        ),
+        Candidate("eager", plain.eager),
+        Candidate("compiled", plain.compiled, supports=compiler_missing),
         Candidate(
             "fft",
-            f"{_HERE}.fft:fft",
+            load=_fft,
             requires=("triton",),
             supports=fft_cannot,
             traceable=False,  # a compiled region leaves the length open, and this can't take any
-            sources=(f"{_HERE}.kernels", *LONG_CONV.candidate("fft").sources),
-            launches="bakeoff.cuda:launches",
+            launches=launches,
         ),
     ),
     check=check,
@@ -149,3 +151,5 @@ OP = Op(
     features={"x": 1, "weight": 1},
     batched=frozenset({"x"}),
 )
+
+register(OP)

@@ -3,6 +3,7 @@
 import torch
 
 from bakeoff.ops.swiglu.op import OP
+from bakeoff.select import call
 
 __all__ = ["OP", "swiglu"]
 
@@ -39,5 +40,5 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, impl: str | No
         >>> bool(torch.equal(swiglu(torch.cat([gate, up])), swiglu(gate, up)))
         True
     """
-    y: torch.Tensor = OP(gate, up, impl=impl)
+    y: torch.Tensor = call(OP, gate, up, impl=impl)
     return y.contiguous()  # plain PyTorch's result follows the layout of its inputs

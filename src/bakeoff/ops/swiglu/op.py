@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 
-from bakeoff.ops.swiglu import peers
+from bakeoff.kernels.counter import launches
+from bakeoff.ops.swiglu import peers, plain
 from bakeoff.ops.swiglu.reference import swiglu as reference
+from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
-from bakeoff.select.declare.op import Candidate, Case, Cost, Op, TensorMeta
 
 __all__ = ["OP"]
 
@@ -118,41 +119,39 @@ def heuristic(case: Case, regime: str) -> str:
     return "eager" if host_bound else "triton"
 
 
+def _triton() -> Implementation:
+    from bakeoff.ops.swiglu.triton import swiglu
+
+    return swiglu
+
+
 OP = Op(
     name="swiglu",
     reference=reference,
     candidates=(
-        Candidate("eager", load="bakeoff.ops.swiglu.plain:eager"),
+        Candidate("eager", plain.eager),
         Candidate(
             "compiled",
-            load="bakeoff.ops.swiglu.plain:compiled",
+            plain.compiled,
             supports=compiler_missing,
-            sources=("bakeoff.ops.swiglu.reference",),
         ),
         Candidate(
             "triton",
-            load="bakeoff.ops.swiglu.triton:swiglu",
+            load=_triton,
             supports=triton_supports,
             requires=("triton",),
-            launches="bakeoff.kernels.counter:launches",
-            sources=(
-                "bakeoff.ops.swiglu.kernels",
-                "bakeoff.kernels.op",
-                "bakeoff.kernels.plan",
-                "bakeoff.kernels.triton",
-                "bakeoff.kernels.layout",
-            ),
+            launches=launches,
         ),
         Candidate(
             "liger",
-            load="bakeoff.ops.swiglu.peers:liger",
+            peers.liger,
             supports=peers.liger_supports,
             requires=("liger_kernel", "triton"),
             traceable=False,
         ),
         Candidate(
             "fla",
-            load="bakeoff.ops.swiglu.peers:fla",
+            peers.fla,
             supports=peers.fla_supports,
             requires=("fla", "triton"),
             traceable=False,
@@ -166,3 +165,5 @@ OP = Op(
     features={"gate": 1, "up": 1},
     batched=frozenset({"gate", "up"}),
 )
+
+register(OP)

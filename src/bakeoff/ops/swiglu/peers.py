@@ -6,7 +6,7 @@ of a matrix product. What the adaptation costs counts as theirs.
 
 import torch
 
-from bakeoff.select.declare.op import Case
+from bakeoff.select import Case
 
 __all__ = ["fla", "fla_supports", "liger", "liger_supports"]
 

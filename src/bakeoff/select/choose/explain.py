@@ -1,7 +1,7 @@
 """Explain: the choice for a call, why, and everything the contest found."""
 
-import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +13,10 @@ from bakeoff.select.choose import policy
 from bakeoff.select.choose.dispatch import ASK, Asked, checked, choose
 from bakeoff.select.choose.tune import recording
 from bakeoff.select.contests.verdict import Verdict
+from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.key import key
-from bakeoff.select.declare.op import Case, Op, find_op
+from bakeoff.select.declare.op import Op
+from bakeoff.select.declare.registry import find_op
 
 __all__ = ["Explanation", "Row", "choices", "explain", "explain_case", "rows_of"]
 
@@ -152,7 +154,7 @@ def _case(op: Op, asked: object, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"{op.name}: explain takes tensors, not lists of them; for the groups of an optimizer "
             f"bakeoff.tune(step).choices says what was chosen"
         )
-    public = getattr(importlib.import_module("bakeoff.ops"), asked, None) if isinstance(asked, str) else asked
+    public = _public(op) if isinstance(asked, str) else asked
     if inspect.isfunction(public) and {*inspect.signature(public).parameters} == {*op.params, "impl"}:
         try:
             public(*args, **kwargs, impl=ASK)
@@ -161,3 +163,9 @@ def _case(op: Op, asked: object, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     bound = inspect.signature(op.reference).bind(*args, **kwargs)
     bound.apply_defaults()
     return checked(op, [bound.arguments[name] for name in op.params])
+
+
+def _public(op: Op) -> Any:
+    """The public function of `op`: in the package around its declaration, under the op's name; or None."""
+    package = op.home.partition(":")[0].rpartition(".")[0]
+    return getattr(sys.modules.get(package), op.name, None)

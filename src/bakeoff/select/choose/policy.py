@@ -14,7 +14,7 @@ from bakeoff.paths import expanded
 from bakeoff.select.choose import hot
 from bakeoff.select.choose.table import Store, Table, read
 from bakeoff.select.declare.key import REGIMES
-from bakeoff.select.declare.op import find_op
+from bakeoff.select.declare.registry import find_op
 
 __all__ = ["POLICIES", "Settings", "configure", "current", "forget", "store", "unsettled", "untuned", "using"]
 

@@ -17,8 +17,9 @@ from bakeoff.select.contests.contest import contest, regimes_of
 from bakeoff.select.contests.side_by_side import Outcome, Wanted, Workers, fitting
 from bakeoff.select.contests.verdict import Verdict
 from bakeoff.select.contests.worker import STAGE_LIMIT_S, home_of
+from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.key import REGIMES, key
-from bakeoff.select.declare.op import Case, Op
+from bakeoff.select.declare.op import Op
 
 __all__ = ["TuneReport", "settle", "tune"]
 

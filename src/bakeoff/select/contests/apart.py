@@ -11,7 +11,7 @@ import torch
 
 from bakeoff.select.contests.poison import fenced
 from bakeoff.select.contests.verify import Rejected, Yardstick, judge, outputs_of, results
-from bakeoff.select.declare.op import Candidate
+from bakeoff.select.declare.candidate import Candidate
 
 __all__ = ["keep_apart"]
 
@@ -21,7 +21,7 @@ def keep_apart(candidate: Candidate, stick: Yardstick) -> None:
     forward or backward."""
     here = [fenced(a) if isinstance(a, torch.Tensor) else a for a in stick.args]
     there = [_rolled(a) if isinstance(a, torch.Tensor) else a for a in here]
-    first, second = outputs_of(candidate.call, here), outputs_of(candidate.call, there)
+    first, second = outputs_of(candidate.implementation, here), outputs_of(candidate.implementation, there)
     later = results(second, there, stick.cotangents, stick.names)
     earlier = results(first, here, stick.cotangents, stick.names)
     given = _storages([*here, *there, *stick.cotangents])
@@ -34,7 +34,7 @@ def keep_apart(candidate: Candidate, stick: Yardstick) -> None:
         for a, other in zip(here, there, strict=True):
             if isinstance(other, torch.Tensor) and _writable(other):
                 other.copy_(a)
-    again = results(outputs_of(candidate.call, there), there, stick.cotangents, stick.names)
+    again = results(outputs_of(candidate.implementation, there), there, stick.cotangents, stick.names)
     _judge("after other values lay where its inputs are (does it remember by address?)", again, stick)
 
 

@@ -18,8 +18,10 @@ from bakeoff.select.contests.apart import keep_apart
 from bakeoff.select.contests.measure import GraphTimer, HostTimer, Timer, Timing, input_sets, interleave, work
 from bakeoff.select.contests.verdict import Trial, Verdict, decide
 from bakeoff.select.contests.verify import Errors, Inaccurate, Rejected, Yardstick, verify, yardsticks
+from bakeoff.select.declare.candidate import Candidate
+from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.key import key
-from bakeoff.select.declare.op import Candidate, Case, Op
+from bakeoff.select.declare.op import Op
 
 __all__ = ["DeviceLost", "contest", "regimes_of", "timers_for"]
 
@@ -172,7 +174,7 @@ def _peaks(op: Op, case: Case, names: Sequence[str], announce: Announce) -> dict
 
 def _peak(op: Op, case: Case, candidate: Candidate) -> int:
     """Device memory one call adds at its peak, outputs and gradients included."""
-    (call,) = work(op, case, candidate.call, input_sets(op, case, 0))
+    (call,) = work(op, case, candidate.implementation, input_sets(op, case, 0))
     call()
     torch.cuda.synchronize(case.device)
     torch.cuda.reset_peak_memory_stats(case.device)
@@ -203,7 +205,7 @@ def _measure(
             rejected[candidate.name] = unfit
             continue
         announce(f"{candidate.name}: measure ({regime})")
-        call = _in_situ(candidate.call) if regime == "compiled" else candidate.call
+        call = _in_situ(candidate.implementation) if regime == "compiled" else candidate.implementation
         try:
             samplers[candidate.name] = timer.sampler(work(op, case, call, sets))
         except Exception as error:

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from bakeoff.select.declare.op import Case, Op, TensorMeta
+from bakeoff.select.declare.case import Case, TensorMeta
+from bakeoff.select.declare.op import Op
 
 __all__ = ["DRAWS", "cotangent", "inputs"]
 

@@ -14,7 +14,8 @@ import torch
 
 from bakeoff.select.contests.draw import cotangent, inputs
 from bakeoff.select.contests.verify import gradients
-from bakeoff.select.declare.op import Case, Op
+from bakeoff.select.declare.case import Case
+from bakeoff.select.declare.op import Op
 
 __all__ = ["GraphTimer", "HostTimer", "Timer", "Timing", "Work", "interleave", "margin", "work"]
 
@@ -154,7 +155,7 @@ def input_sets(
         begin = clock()
         args = inputs(op, case, seed)
         with torch.no_grad():
-            outputs = op.incumbent.call(*args)
+            outputs = op.incumbent.implementation(*args)
         outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
         dys = [cotangent(out, args, seed) for out in outputs] if case.needs_grad else []
         sets.append((args, dys))

@@ -12,7 +12,8 @@ from bakeoff import hardware
 from bakeoff.errors import ContestError
 from bakeoff.select.contests.verdict import Verdict
 from bakeoff.select.contests.worker import STAGE_LIMIT_S, Worker
-from bakeoff.select.declare.op import Case, Op
+from bakeoff.select.declare.case import Case
+from bakeoff.select.declare.op import Op
 
 __all__ = ["Outcome", "Wanted", "Workers", "fitting"]
 

@@ -6,7 +6,7 @@ import msgspec
 
 from bakeoff.select.contests.measure import Timing, margin
 from bakeoff.select.contests.verify import Errors
-from bakeoff.select.declare.op import Cost
+from bakeoff.select.declare.case import Cost
 
 __all__ = ["Trial", "Verdict", "decide"]
 

@@ -16,7 +16,9 @@ import torch
 from bakeoff.errors import ContestError
 from bakeoff.select.contests.draw import DRAWS, cotangent, inputs
 from bakeoff.select.contests.poison import Poison, fenced, unchanged
-from bakeoff.select.declare.op import Candidate, Case, Op, resolve
+from bakeoff.select.declare.candidate import Candidate
+from bakeoff.select.declare.case import Case
+from bakeoff.select.declare.op import Op
 
 __all__ = [
     "Errors",
@@ -108,7 +110,7 @@ def _one_item_fewer(op: Op, case: Case) -> Case | None:
 
 def _yardstick(op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str) -> Yardstick:
     args = inputs(op, case, seed, kinds[0])
-    outputs = outputs_of(op.incumbent.call, args)
+    outputs = outputs_of(op.incumbent.implementation, args)
     aliases = _aliases(outputs, args)
     cotangents = [cotangent(out, args, seed + i, kinds[1]) for i, out in enumerate(outputs)]
     names = [op.params[i] for i, a in enumerate(args) if _wants_grad(a)]
@@ -142,7 +144,7 @@ def _float64_errors(
     at least those it makes in float32, scaled by the ratio of the precisions."""
     ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     narrow = [_narrow(a) if isinstance(a, torch.Tensor) else a for a in args]
-    outputs = outputs_of(op.incumbent.call, narrow)
+    outputs = outputs_of(op.incumbent.implementation, narrow)
     dys = [dy.to(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]
     for name, tensor in results(outputs, narrow, dys, names).items():
         errors = _errors(tensor, exact[name].masked_fill(~torch.isfinite(tensor), math.nan))
@@ -192,7 +194,7 @@ def _check_inputs(op: Op, args: list[Any], cotangents: list[torch.Tensor], stick
 def _poisoned_run(
     candidate: Candidate, args: list[Any], cotangents: list[torch.Tensor], stick: Yardstick
 ) -> dict[str, torch.Tensor]:
-    counter = resolve(candidate.launches) if candidate.launches else None
+    counter = candidate.launches
     count = counter() if counter else 0
     poison = Poison()
     if candidate.name == "compiled":  # torch.compile steps aside while a dispatch mode is active
@@ -210,7 +212,7 @@ def _poisoned_run(
 def _run(
     candidate: Candidate, args: list[Any], cotangents: list[torch.Tensor], stick: Yardstick
 ) -> dict[str, torch.Tensor]:
-    outputs = outputs_of(candidate.call, args)
+    outputs = outputs_of(candidate.implementation, args)
     if len(outputs) != len(cotangents):
         raise Rejected(f"returns {len(outputs)} tensors, not {len(cotangents)}")
     for out, dy in zip(outputs, cotangents, strict=True):

@@ -7,6 +7,7 @@ and a new worker holds the contest again without it.
 """
 
 import contextlib
+import importlib
 import os
 import queue
 import signal
@@ -22,9 +23,10 @@ import torch
 from bakeoff.errors import ContestError
 from bakeoff.select.contests.contest import DeviceLost, contest
 from bakeoff.select.contests.verdict import Verdict
-from bakeoff.select.declare.op import Case, Op, resolve
+from bakeoff.select.declare.case import Case
+from bakeoff.select.declare.op import Op
 
-__all__ = ["STAGE_LIMIT_S", "Worker", "home_of"]
+__all__ = ["STAGE_LIMIT_S", "Worker", "home_of", "op_at"]
 
 STAGE_LIMIT_S = 120.0
 """What a candidate may take to compile and be verified, or to be measured once."""
@@ -60,11 +62,17 @@ class Answer(msgspec.Struct):
 
 def home_of(op: Op) -> str | None:
     """Where another process can import `op`, or None."""
-    home = op.home or f"bakeoff.ops.{op.name}.op:OP"
     try:
-        return home if resolve(home) is op else None
+        return op.home if op_at(op.home) is op else None
     except (ImportError, AttributeError):
         return None
+
+
+def op_at(home: str) -> Op:
+    """The op that stands at ``"module:attribute"``."""
+    module, _, attribute = home.partition(":")
+    op: Op = getattr(importlib.import_module(module), attribute)
+    return op
 
 
 class Worker:
@@ -315,7 +323,7 @@ def main(descriptor: int) -> None:
             torch.set_float32_matmul_precision(request.matmul_precision)
             try:
                 verdicts = contest(
-                    resolve(request.op),  # type: ignore[arg-type]
+                    op_at(request.op),
                     request.case,
                     request.regimes,
                     budget_s=request.budget_s,

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from bakeoff.select.declare.op import Case, TensorMeta, missing
+from bakeoff.select.declare.case import Case, TensorMeta
+from bakeoff.select.declare.installed import missing
 
 __all__ = ["compiled", "compiler_missing", "unlinkable"]
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from bakeoff.select.declare.op import Case, Op, TensorMeta
+from bakeoff.select.declare.case import Case, TensorMeta
+from bakeoff.select.declare.op import Op
 
 __all__ = ["REGIMES", "key", "layout", "round_rows", "with_layout"]
 

@@ -1,0 +1,162 @@
+"""Calls inside torch.compile: the decision is a constant of the graph, read from the table.
+
+What Dynamo can trace through stands in `traced_call`; what it must take for a constant, in functions that
+say so at the end of this file. Those take names and plain values, since Dynamo passes them no objects.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from bakeoff.errors import PolicyError, Unsupported
+from bakeoff.select.choose import policy
+from bakeoff.select.choose.dispatch import able, check_devices, choose, keep_from_torch_compile, other_layout
+from bakeoff.select.choose.tune import note
+from bakeoff.select.declare.case import Case, TensorMeta
+from bakeoff.select.declare.op import Op
+from bakeoff.select.declare.registry import registry
+
+__all__ = ["traced_call"]
+
+_UNKNOWN_ROWS = 4096  # stands for the number of rows while tracing, where lengths must stay symbolic
+
+_implementations: dict[str, Callable[..., Any]] = {}
+"""What runs inside compiled graphs, by "op candidate": a plain dict, which Dynamo can trace through."""
+
+
+def traced_call(op: Op, args: Sequence[Any], impl: str | None) -> Any:
+    """Run the candidate selected for a call that is being traced; the numbers of rows stay open."""
+    from torch._dynamo.comptime import comptime  # here, because it imports all of torch._dynamo
+
+    known: list[Any] = []
+    for name, arg in zip(op.params, args, strict=True):
+        if isinstance(arg, torch.Tensor):
+            if arg.layout is not torch.strided or arg.is_nested:
+                raise Unsupported(other_layout(op.name, name, arg))
+            comptime(_note_shape)
+            # With dynamic=True the number of an op that no global holds is a symbol.
+            rows = arg.dim() - operator.index(op.features.get(name, 0))
+            features = tuple([operator.index(size) for size in arg.shape[rows:]])  # specialises these alone
+            known.append((features, rows, arg.dtype, str(arg.device), arg.requires_grad))
+        elif isinstance(arg, float):  # with dynamic=True a symbol, but selection may depend on it
+            comptime(_note_number)
+            noted = _noted_number(name)
+            known.append(arg if noted is None else noted)
+        else:
+            known.append(arg)
+    described = tuple(known)
+    fault = _constant_fault(op.name, described)
+    if fault:
+        raise _FAULTS[fault[0]](fault[1])
+    chosen, kind, text = _constant_choice(op.name, described, torch.is_grad_enabled(), impl)
+    if kind:
+        raise _FAULTS[kind](text)
+    return _implementations[f"{op.name} {chosen}"](*args)
+
+
+_shapes: dict[str, tuple[int | None, ...]] = {}
+"""The shapes of the tensors of the call being traced, by argument, as they are in this trace."""
+_numbers: dict[str, float] = {}
+"""Likewise the values of its float arguments."""
+_FAULTS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (PolicyError, Unsupported, TypeError, ValueError)
+}
+
+
+def _note_shape(context: Any) -> None:
+    """While tracing: notes the shape of `arg`, without a guard on it; None for a size that is data."""
+    shape = context.get_local("arg").as_fake().shape
+    known = [size if isinstance(size, int) else size.node.hint for size in shape]
+    _shapes[context.get_local("name").as_python_constant()] = tuple(known)
+
+
+def _note_number(context: Any) -> None:
+    """While tracing: notes the number `arg`, on which the trace depends from then on."""
+    arg = context.get_local("arg")
+    value = arg.as_python_constant() if arg.is_python_constant() else float(arg.as_fake())
+    _numbers[context.get_local("name").as_python_constant()] = value
+
+
+def _noted_number(name: str) -> float | None:
+    return _numbers.pop(name, None)
+
+
+def _constant_fault(op_name: str, known: tuple[Any, ...]) -> tuple[str, str] | None:
+    """The kind and the text of the error that the arguments deserve, or None."""
+    if op_name not in registry:
+        return _fault(
+            PolicyError,
+            PolicyError(
+                f"{op_name} is not registered, and torch.compile finds ops by name: call "
+                f"bakeoff.select.register(op) where it is declared"
+            ),
+        )
+    op = registry[op_name]
+    values: dict[str, Any] = {}
+    devices: dict[str, str] = {}
+    shapes = {**_shapes}
+    _shapes.clear()
+    for name, value in zip(op.params, known, strict=True):
+        values[name] = value
+        if isinstance(value, tuple) and len(value) == 5:
+            _, _, dtype, device, requires_grad = value
+            devices.setdefault(device, name)
+            shape = shapes.get(name, (None,))
+            if None in shape:  # not traced by torch.compile, or a size that only the data tell
+                return None
+            values[name] = TensorMeta.dense(shape, dtype, grad=requires_grad)  # type: ignore[arg-type]
+    try:
+        check_devices(op, devices)
+        op.check(Case(values, next(iter(devices), "cpu")))
+    except (TypeError, ValueError) as error:
+        return _fault(TypeError if isinstance(error, TypeError) else ValueError, error)
+    return None
+
+
+def _constant_choice(
+    op_name: str, known: tuple[Any, ...], grad: bool, impl: str | None
+) -> tuple[str, str, str]:
+    """The candidate; or "", and the kind and the text of the error that asking for one deserves."""
+    op = registry[op_name]
+    values: dict[str, Any] = {}
+    device = "cpu"
+    # One size for every row dimension, so that arguments fit each other whatever their dimensions mean.
+    most = max([rows for _, rows, *_ in (value for value in known if isinstance(value, tuple))], default=1)
+    size = round(_UNKNOWN_ROWS ** (1 / max(most, 1)))
+    for name, value in zip(op.params, known, strict=True):
+        if isinstance(value, tuple) and len(value) == 5:
+            features, rows, dtype, device, requires_grad = value
+            shape = (*([size] * rows), *features)
+            values[name] = TensorMeta.dense(shape, dtype, grad=requires_grad and grad)
+        else:
+            values[name] = op.scalar(name, value)
+    case = Case(values, device)
+    settings = msgspec.structs.replace(policy.current(), regime="compiled")
+    try:
+        if impl is not None:
+            chosen = able(op, case, impl, "compiled")
+        else:
+            if note(op, case, "compiled"):
+                settings = policy.unsettled(settings)
+            chosen = choose(op, case, settings).candidate
+    except (PolicyError, Unsupported) as error:
+        return "", *_fault(type(error), error)
+    if chosen.name == "compiled":
+        chosen = op.incumbent  # the region around it is compiled already
+    _implementations[f"{op_name} {chosen.name}"] = chosen.implementation
+    return chosen.name, "", ""
+
+
+def _fault(kind: type[Exception], error: Exception) -> tuple[str, str]:
+    """The error's kind and text. Raising it ends the trace, and the call is made again outside."""
+    keep_from_torch_compile()
+    return kind.__name__, str(error)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import all of torch._dynamo at once.
+_constant_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constant_fault._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_noted_number._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,0 +1,111 @@
+"""Candidates: the implementations of an op."""
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from bakeoff.select.declare import sources
+from bakeoff.select.declare.case import Case
+from bakeoff.select.declare.installed import missing
+
+__all__ = ["Candidate", "Implementation"]
+
+Implementation = Callable[..., Any]
+"""It takes the op's arguments by position."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One implementation of an op: `call` itself, or `load`, a function that imports and returns it.
+
+    With `load`, declaring an op imports neither triton nor any third party.
+    """
+
+    name: str
+    call: Implementation | None = None
+    _: KW_ONLY
+    load: Callable[[], Implementation] | None = None
+    supports: Callable[[Case], str | None] = lambda case: None
+    """Why this case can't be taken, or None."""
+    requires: tuple[str, ...] = ()
+    """Importable packages; the candidate is absent, with a reason, while one is missing."""
+    has_backward: bool = True
+    traceable: bool = True
+    """Works inside torch.compile(fullgraph=True)."""
+    capturable: bool = True
+    """Works inside CUDA graph capture."""
+    deterministic: bool = True
+    baseline: bool = False
+    """Measured for the record, never chosen."""
+    min_capability: tuple[int, int] = (0, 0)
+    """Least CUDA compute capability."""
+    launches: Callable[[], int] | None = None
+    """A counter that its own kernels advance; a candidate whose counter stands still is rejected."""
+
+    def __post_init__(self) -> None:
+        if (self.call is None) == (self.load is None):
+            raise TypeError(
+                f"candidate {self.name!r} needs either call=, the implementation, or load=, a function that "
+                f"imports and returns it"
+            )
+        if not callable(self.call or self.load):
+            raise TypeError(
+                f"candidate {self.name!r}: {self.call or self.load!r} can't be called; to name what another "
+                f"module holds, pass load=, a function that imports and returns it"
+            )
+
+    @cached_property
+    def implementation(self) -> Implementation:
+        """The callable that computes the op, imported on first use."""
+        if self.call is not None:
+            return self.call
+        assert self.load is not None
+        return self.load()
+
+    @property
+    def third_party(self) -> bool:
+        """Whether it runs another project's kernels."""
+        return not {*self.requires} <= {"torch", "triton"}
+
+    @cached_property
+    def absent(self) -> str | None:
+        """Why it can't be used on this installation at all, or None."""
+        return next(filter(None, map(missing, self.requires)), None)
+
+    @cached_property
+    def unread(self) -> bool:
+        """Whether its source can't be read: code of a notebook, or compiled code."""
+        return sources.roots(self.call, self.load) is None
+
+    @cached_property
+    def source_hash(self) -> str:
+        """Changes when code it runs through or the version of a required package changes (see `sources`).
+
+        Where the source is `unread` the hash is for this object alone, so that no verdict outlives it.
+        """
+        return sources.source_hash(sources.roots(self.call, self.load), self.requires)
+
+    def reasons(self, case: Case) -> list[str]:
+        """Every reason why this candidate can't take `case`; empty when it can."""
+        if self.absent:
+            return [self.absent]
+        reasons = []
+        if case.needs_grad and not self.has_backward:
+            reasons.append("has no backward")
+        if torch.are_deterministic_algorithms_enabled() and not self.deterministic:
+            reasons.append("is not deterministic, and torch.use_deterministic_algorithms is on")
+        if self.min_capability > (0, 0):
+            if not case.device.startswith("cuda"):
+                reasons.append(f"runs on CUDA, not on {case.device}")
+            elif torch.cuda.get_device_capability(case.device) < self.min_capability:
+                reasons.append(f"needs compute capability {'.'.join(map(str, self.min_capability))}")
+        try:
+            own = self.supports(case)
+        except Exception as error:
+            own = f"its supports() fails: {type(error).__name__}: {error}"
+        if own:
+            reasons.append(own)
+        return reasons
