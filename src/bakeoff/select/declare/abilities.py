@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import torch
 
-from bakeoff.select.declare.op import Case
+from bakeoff.select.declare.case import Case
 
 __all__ = ["NATIVE", "needs_gpu", "needs_native_dtypes"]
 

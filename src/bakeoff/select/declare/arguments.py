@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bakeoff.select.declare.op import Case, TensorMeta
+from bakeoff.select.declare.case import Case, TensorMeta
 
 __all__ = [
     "COMPLEX",
