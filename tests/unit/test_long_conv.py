@@ -238,9 +238,9 @@ U, H = torch.randn(2, 6, 3), torch.randn(3, 6)
     ("args", "kept", "error", "message"),
     [
         ((U[0], H), {}, ValueError, r"expected \[B, T, C\]; one sequence is u\[None\]"),
-        ((U, H.t()), {}, ValueError, r"h has shape .*, expected \[3, L\], as u has 3 channels"),
-        ((U, H[:, :0]), {}, ValueError, "h has no taps"),
-        ((U, H), {"skip": torch.randn(4)}, ValueError, r"skip has shape \(4,\), expected \[3\]"),
+        ((U, H.t()), {}, ValueError, r"h has shape .*, expected \[C, L\] with C = 3 as of u"),
+        ((U, H[:, :0]), {}, ValueError, r"h has shape \(3, 0\), expected .* L >= 1"),
+        ((U, H), {"skip": torch.randn(4)}, ValueError, r"skip has shape \(4,\), expected \[C\] with C = 3"),
         ((U, H), {"gate_in": U[:, :5]}, ValueError, "gate_in has shape .*, expected u's"),
         ((U, H), {"gate_out": U[:1]}, ValueError, "gate_out has shape"),
         ((U.long(), H), {}, TypeError, r"u is torch.int64; convert it"),

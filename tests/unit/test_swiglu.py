@@ -19,13 +19,17 @@ from tests.unit.compiler import needs_compiler
 BF16 = torch.bfloat16
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "odd": ({"gate": torch.ones(2, 5)}, ValueError, r"gate has shape \(2, 5\); without up .* must be even"),
-    "scalar": ({"gate": torch.ones(())}, ValueError, r"gate has no dimensions, .* pass gate\[None\]"),
+    "scalar": (
+        {"gate": torch.ones(())},
+        ValueError,
+        r"gate has shape \(\), expected \[..., F\]; .*gate\[None\]",
+    ),
     "shape": (
         {"up": torch.ones(1, 4)},
         ValueError,
-        r"up has shape \(1, 4\), expected gate's, \(2, 4\): expand",
+        r"up has shape \(1, 4\), expected gate's, \(2, 4\); expand",
     ),
-    "dtype": ({"up": torch.ones(2, 4).half()}, TypeError, "gate is torch.float32 and up torch.float16: cast"),
+    "dtype": ({"up": torch.ones(2, 4).half()}, TypeError, "up is torch.float16 and gate torch.float32: cast"),
     "integers": (
         {"gate": torch.ones(2, 4).int()},
         TypeError,
@@ -34,7 +38,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "8 bits": (
         {"gate": torch.ones(2, 4).to(torch.float8_e4m3fn)},
         TypeError,
-        "floating dtype of at least 16",
+        "floating point dtype of at least 16",
     ),
     "integer up": ({"up": torch.ones(2, 4).long()}, TypeError, "up is torch.int64; convert it"),
     "no tensor": ({"gate": 1.0}, TypeError, "gate must be a tensor, got 1.0"),

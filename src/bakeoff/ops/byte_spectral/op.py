@@ -2,7 +2,6 @@
 
 import math
 import os
-import reprlib
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from bakeoff.kernels.counter import launches
 from bakeoff.ops.byte_spectral import plain
 from bakeoff.ops.byte_spectral.reference import byte_spectral as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.arguments import BYTES, Arguments, Choice, Flag, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
 
@@ -22,44 +22,31 @@ _MOST = 64  # of the window and of the frequencies: a strip and its phases must 
 _MOST_LOOP = 1024
 
 
-def check(case: Case) -> None:
-    """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
-    _check_kinds(case)
-    if len(case.ids.shape) != 2:
-        raise ValueError(f"byte_spectral: ids has {_shape(case.ids)}, expected [B, T]; one row is ids[None]")
-    if len(case.table.shape) != 2 or case.table.shape[0] != 256:
-        raise ValueError(f"byte_spectral: table has {_shape(case.table)}, expected [256, C]: one row a byte")
-    if case.table.shape[1] == 0:
-        raise ValueError("byte_spectral: table has no columns; it needs at least one")
-    if case.features not in _FEATURES:
-        raise ValueError(
-            f"byte_spectral: features is {case.said('features')}, expected one of {', '.join(_FEATURES)}"
-        )
+def relations(case: Case) -> None:
+    """Raises ValueError for arguments that don't go together."""
     _check_form(case)
-    for name in ("window", "omega", "bias"):
-        value = case.args[name]
-        if isinstance(value, TensorMeta) and (len(value.shape) != 1 or value.shape[0] == 0):
-            raise ValueError(f"byte_spectral: {name} has {_shape(value)}, expected one dimension, not empty")
     _check_projection(case)
 
 
-def _check_kinds(case: Case) -> None:
-    for name in ("ids", "table", "window", "omega", "weight", "bias"):
-        value = case.args[name]
-        if value is None and name not in ("ids", "table"):
-            continue
-        if not isinstance(value, TensorMeta):
-            hint = ": torch.tensor([list(b'text')], dtype=torch.uint8), for example" if name == "ids" else ""
-            raise TypeError(f"byte_spectral: {name} must be a tensor, got {reprlib.repr(value)}{hint}")
-        if name == "ids" and value.dtype != torch.uint8:
-            raise TypeError(f"byte_spectral: ids is {value.dtype}, expected bytes: pass ids.to(torch.uint8)")
-        if name != "ids" and (not value.dtype.is_floating_point or value.dtype.itemsize < 2):
-            raise TypeError(
-                f"byte_spectral: {name} is {value.dtype}; convert it to a floating point dtype of at least "
-                f"16 bits"
-            )
-    if not isinstance(case.causal, bool):
-        raise TypeError(f"byte_spectral: causal is {case.said('causal')}, expected True or False")
+check = Arguments(
+    "byte_spectral",
+    {
+        "ids": Tensor(
+            "B T",
+            BYTES,
+            hint="one row is ids[None]",
+            hint_kind="bytes become one by torch.tensor([list(b'text')], dtype=torch.uint8)",
+        ),
+        "table": Tensor("256 C+", hint="one row a byte"),
+        "window": Tensor("W+", optional=True),
+        "omega": Tensor("K+", optional=True),
+        "features": Choice(_FEATURES),
+        "weight": Tensor("F D+", optional=True, hint="weight.t() if it is a Linear's"),
+        "bias": Tensor("D", optional=True),
+        "causal": Flag(),
+    },
+    relations,
+)
 
 
 def _check_form(case: Case) -> None:
@@ -85,20 +72,12 @@ def _check_projection(case: Case) -> None:
             raise ValueError("byte_spectral: bias is added to a projection, and weight is None; pass one")
         return
     F = _feature_count(case)
-    if len(weight.shape) != 2 or weight.shape[0] != F:
+    if weight.shape[0] != F:
         raise ValueError(
-            f"byte_spectral: weight has {_shape(weight)}, expected [{F}, D]: "
+            f"byte_spectral: weight has shape {weight.shape}, expected [{F}, D]: "
             f"{case.table.shape[1]} columns of the table, {_bins(case)} frequencies"
             f"{', 2 parts' if case.features == 'complex' else ''} (weight.t() if it is a Linear's)"
         )
-    if weight.shape[1] == 0:
-        raise ValueError("byte_spectral: weight has no columns; it needs at least one")
-    if bias is not None and bias.shape != weight.shape[1:]:
-        raise ValueError(f"byte_spectral: bias has {_shape(bias)}, expected [{weight.shape[1]}] as weight")
-
-
-def _shape(value: TensorMeta) -> str:
-    return f"shape {list(value.shape)}"
 
 
 def _bins(case: Case) -> int:

@@ -1,7 +1,6 @@
 """The declaration of long_conv: its candidates, checks, buckets, cost and cases."""
 
 import os
-import reprlib
 
 import torch
 
@@ -11,6 +10,7 @@ from bakeoff.ops.long_conv import plain
 from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.long_conv.reference import long_conv as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.arguments import Arguments, Flag, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
 
@@ -22,39 +22,17 @@ MOST_TAPS = 64  # of `direct`: as many sums and as long a window fill a thread's
 MOST_TAPS_MAJOR = 32  # and of channel-major data, where a thread reads the whole window at once
 
 
-def check(case: Case) -> None:
-    """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
-    _check_kinds(case)
-    u, h = case.u, case.h
-    if len(u.shape) != 3:
-        raise ValueError(f"long_conv: u has shape {u.shape}, expected [B, T, C]; one sequence is u[None]")
-    C = u.shape[2]
-    if len(h.shape) != 2 or h.shape[0] != C:
-        raise ValueError(f"long_conv: h has shape {h.shape}, expected [{C}, L], as u has {C} channels")
-    if h.shape[1] == 0:
-        raise ValueError("long_conv: h has no taps; it needs at least one")
-    if case.skip is not None and case.skip.shape != (C,):
-        raise ValueError(f"long_conv: skip has shape {case.skip.shape}, expected [{C}]")
-    for name in ("gate_in", "gate_out"):
-        gate = case.args[name]
-        if isinstance(gate, TensorMeta) and gate.shape != u.shape:
-            raise ValueError(f"long_conv: {name} has shape {gate.shape}, expected u's, {u.shape}")
-
-
-def _check_kinds(case: Case) -> None:
-    for name in ("u", "h", "skip", "gate_in", "gate_out"):
-        value = case.args[name]
-        if value is None and name not in ("u", "h"):
-            continue
-        if not isinstance(value, TensorMeta):
-            raise TypeError(f"long_conv: {name} must be a tensor, got {reprlib.repr(value)}")
-        if not value.dtype.is_floating_point or value.dtype.itemsize < 2:
-            raise TypeError(
-                f"long_conv: {name} is {value.dtype}; convert it to a floating point dtype of at least "
-                f"16 bits"
-            )
-    if not isinstance(case.causal, bool):
-        raise TypeError(f"long_conv: causal is {case.said('causal')}, expected True or False")
+check = Arguments(
+    "long_conv",
+    {
+        "u": Tensor("B T C", hint="one sequence is u[None]"),
+        "h": Tensor("C L+", hint="one filter a channel"),
+        "skip": Tensor("C", optional=True),
+        "gate_in": Tensor("as u", optional=True),
+        "gate_out": Tensor("as u", optional=True),
+        "causal": Flag(),
+    },
+)
 
 
 def bucket(case: Case) -> Case:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import reprlib
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from bakeoff.kernels.counter import launches
 from bakeoff.ops.pole_scan import plain
 from bakeoff.ops.pole_scan.reference import pole_scan as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.arguments import COMPLEX, REAL, Arguments, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
 
@@ -21,49 +21,18 @@ _COMPLEX = (torch.complex64, torch.complex128)
 _MAX_POLES = 16
 
 
-def check(case: Case) -> None:
-    """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
-    u = case.u
-    for name, value in case.args.items():
-        if not isinstance(value, TensorMeta) and not (name == "state" and value is None):
-            hint = "; the state is the second of the two results" if isinstance(value, tuple) else ""
-            raise TypeError(f"pole_scan: {name} must be a tensor, got {reprlib.repr(value)}{hint}")
-    if not u.dtype.is_floating_point or u.dtype.itemsize < 2:
-        raise TypeError(
-            f"pole_scan: u is {u.dtype}; convert it to a floating point dtype of at least 16 bits"
-        )
-    if len(u.shape) != 3:
-        raise ValueError(f"pole_scan: u has shape {u.shape}, expected [B, T, C]; one sequence is u[None]")
-    for name in ("log_radius", "theta"):
-        if case.args[name].dtype not in _REAL:  # type: ignore[union-attr]
-            raise TypeError(
-                f"pole_scan: {name} is {getattr(case, name).dtype}; poles need float32: {name}.float()"
-            )
-    for name in ("coef", "state"):
-        value = case.args[name]
-        if isinstance(value, TensorMeta) and value.dtype not in _COMPLEX:
-            raise TypeError(
-                f"pole_scan: {name} is {value.dtype}, expected complex64; reals [..., 2] become complex by "
-                f"torch.view_as_complex({name})"
-            )
-    _check_shapes(case)
-
-
-def _check_shapes(case: Case) -> None:
-    u, coef = case.u, case.coef
-    C = u.shape[2]
-    if len(coef.shape) != 2 or coef.shape[0] != C or coef.shape[1] == 0:
-        raise ValueError(
-            f"pole_scan: coef has shape {coef.shape}, expected [{C}, K] with K >= 1, as u has {C} channels"
-        )
-    for name in ("log_radius", "theta"):
-        if getattr(case, name).shape != coef.shape:
-            raise ValueError(
-                f"pole_scan: {name} has shape {getattr(case, name).shape}, expected coef's, {coef.shape}"
-            )
-    expected = (u.shape[0], *coef.shape)
-    if case.state is not None and case.state.shape != expected:
-        raise ValueError(f"pole_scan: state has shape {case.state.shape}, expected [B, C, K] = {expected}")
+check = Arguments(
+    "pole_scan",
+    {
+        "u": Tensor("B T C", hint="one sequence is u[None]"),
+        "coef": Tensor("C K+", COMPLEX),
+        "log_radius": Tensor("as coef", REAL),
+        "theta": Tensor("as coef", REAL),
+        "state": Tensor(
+            "B C K", COMPLEX, optional=True, hint_kind="the state is the second of the two results"
+        ),
+    },
+)
 
 
 def bucket(case: Case) -> Case:

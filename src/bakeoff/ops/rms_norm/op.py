@@ -1,6 +1,5 @@
 """The declaration of rms_norm: its candidates, cost, cases and checks."""
 
-import math
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from bakeoff.kernels.counter import launches
 from bakeoff.ops.rms_norm import peers, plain
 from bakeoff.ops.rms_norm.reference import rms_norm as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.arguments import ANY_FLOATING, Arguments, Number, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
 
@@ -17,34 +17,23 @@ __all__ = ["OP"]
 _HOST_BOUND = 1 << 26  # bytes of x
 
 
-def check(case: Case) -> None:
-    """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
-    x, weight, residual = case.x, case.weight, case.residual
-    for name, value in (("x", x), ("weight", weight), ("residual", residual)):
-        if value is None and name != "x":
-            continue
-        if not isinstance(value, TensorMeta):
-            raise TypeError(f"rms_norm: {name} must be a tensor, got {value!r}")
-        least = 1 if name == "weight" else 2  # bytes: a weight is widened before it is used
-        if not value.dtype.is_floating_point or value.dtype.itemsize < least:
-            raise TypeError(
-                f"rms_norm: {name} is {value.dtype}; convert it to a floating point dtype of at least 16 bits"
-            )
-    if not x.shape or x.shape[-1] == 0:
-        raise ValueError(f"rms_norm: x has shape {x.shape}; it needs a last dimension of at least 1 element")
-    features = x.shape[-1:]
-    if weight is not None and weight.shape != features:
-        raise ValueError(f"rms_norm: weight has shape {weight.shape}, expected {features} = x.shape[-1:]")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"rms_norm: residual has shape {residual.shape}, expected x's, {x.shape}")
-    for name in ("eps", "offset"):
-        value = case.args[name]
-        if not isinstance(value, int | float) or not abs(value) < math.inf:
-            raise ValueError(f"rms_norm: {name} must be a finite number, got {case.said(name)}")
-    if case.eps < 0:
-        raise ValueError(f"rms_norm: eps must be >= 0, got {case.eps}")
-    if weight is None and case.offset:
+def relations(case: Case) -> None:
+    """Raises ValueError for an offset that nothing is there to be added to."""
+    if case.weight is None and case.offset:
         raise ValueError(f"rms_norm: offset={case.offset} is added to a weight, and weight is None; pass one")
+
+
+check = Arguments(
+    "rms_norm",
+    {
+        "x": Tensor("... D+"),
+        "weight": Tensor("D", ANY_FLOATING, optional=True),
+        "residual": Tensor("as x", optional=True),
+        "eps": Number(least=0),
+        "offset": Number(),
+    },
+    relations,
+)
 
 
 def bucket(case: Case) -> Case:

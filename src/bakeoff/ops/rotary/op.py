@@ -9,6 +9,7 @@ from bakeoff.kernels.counter import launches
 from bakeoff.ops.rotary import peers, plain
 from bakeoff.ops.rotary.reference import reference, rotary_tables
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.arguments import INTEGER, Arguments, Flag, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import layout, round_rows, with_layout
 
@@ -18,46 +19,16 @@ _NATIVE = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_HEAD = 16384  # a wider head would not fit one program's registers
 
 
-def check(case: Case) -> None:
-    """Raises when the arguments don't fit together."""
-    for name in ("q", "k"):
-        meta = case.args[name]
-        if not isinstance(meta, TensorMeta) or len(meta.shape) != 4:
-            raise ValueError(f"rotary: {name} has shape {_shape(meta)}, expected [B, T, H, D]")
-        _check_dtype(name, meta.dtype)
-    q, k, cos, sin = case.q, case.k, case.cos, case.sin
-    B, T, _, D = q.shape
-    if (k.shape[0], k.shape[1], k.shape[3]) != (B, T, D):
-        raise ValueError(f"rotary: k has shape {k.shape}, expected [{B}, {T}, Hk, {D}] as q is {q.shape}")
-    if k.dtype != q.dtype:
-        raise TypeError(f"rotary: q is {q.dtype} and k {k.dtype}: cast one of them")
-    for name, table in (("cos", cos), ("sin", sin)):
-        if not isinstance(table, TensorMeta) or len(table.shape) != 2:
-            raise ValueError(f"rotary: {name} has shape {_shape(table)}, expected [S, R/2], S positions")
-        _check_dtype(name, table.dtype)
-    if sin.shape != cos.shape or sin.dtype != cos.dtype:
-        raise ValueError(
-            f"rotary: sin is {sin.dtype}{list(sin.shape)}, expected {cos.dtype}{list(cos.shape)} as cos"
-        )
-    half = cos.shape[1]
-    if not 1 <= half <= D // 2:
+def relations(case: Case) -> None:
+    """Raises ValueError where tables and positions don't fit q and k."""
+    B, T, _, D = case.q.shape
+    rows, half = case.cos.shape
+    if half > D // 2:
         raise ValueError(
             f"rotary: cos has {half} columns, expected R/2 with 2 <= R <= D = {D}: one column a rotated pair "
             f"(tables that repeat the angles to full width must be cut: cos[:, :{D // 2}])"
         )
-    if not isinstance(case.interleaved, bool):
-        raise TypeError(f"rotary: interleaved is {case.said('interleaved')}, expected True or False")
-    _check_positions(case.position_ids, cos.shape[0], B, T)
-
-
-def _check_dtype(name: str, dtype: torch.dtype) -> None:
-    if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise TypeError(
-            f"rotary: {name} is {dtype}; convert it to a floating point dtype of at least 16 bits"
-        )
-
-
-def _check_positions(ids: object, rows: int, B: int, T: int) -> None:
+    ids = case.position_ids
     if ids is None:
         if rows < T:
             raise ValueError(
@@ -65,19 +36,27 @@ def _check_positions(ids: object, rows: int, B: int, T: int) -> None:
                 f"or give position_ids"
             )
         return
-    if not isinstance(ids, TensorMeta) or ids.shape not in ((T,), (B, T)):
+    if ids.shape not in ((T,), (B, T)):
         raise ValueError(
-            f"rotary: position_ids has shape {_shape(ids)}, expected [{T}] or [{B}, {T}] "
+            f"rotary: position_ids has shape {ids.shape}, expected [{T}] or [{B}, {T}] "
             f"(one row for all sequences: position_ids[0])"
         )
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"rotary: position_ids is {ids.dtype}, expected int32 or int64")
     if rows == 0 and B * T > 0:
         raise ValueError("rotary: cos has no rows, so no position_ids can be in it")
 
 
-def _shape(value: object) -> str:
-    return str(value.shape) if isinstance(value, TensorMeta) else f"none, being {type(value).__name__}"
+check = Arguments(
+    "rotary",
+    {
+        "q": Tensor("B T H D"),
+        "k": Tensor("B T Hk D", dtype_of="q"),
+        "cos": Tensor("S R/2+", hint="S positions, one column a rotated pair"),
+        "sin": Tensor("as cos", dtype_of="cos"),
+        "interleaved": Flag(),
+        "position_ids": Tensor("...", INTEGER, optional=True),
+    },
+    relations,
+)
 
 
 def bucket(case: Case) -> Case:

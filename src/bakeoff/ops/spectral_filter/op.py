@@ -1,7 +1,6 @@
 """The declaration of spectral_filter: its candidates, cost, cases and checks."""
 
 import os
-import reprlib
 
 import torch
 
@@ -11,41 +10,28 @@ from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.spectral_filter import plain
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.arguments import COMPLEX, Arguments, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
 
 __all__ = ["OP"]
 
 
-def check(case: Case) -> None:
-    """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
-    x, weight = case.x, case.weight
-    for name, value in case.args.items():
-        if not isinstance(value, TensorMeta):
-            raise TypeError(f"spectral_filter: {name} must be a tensor, got {reprlib.repr(value)}")
-    if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
-        raise TypeError(
-            f"spectral_filter: x is {x.dtype}; convert it to a floating point dtype of at least 16 bits"
-        )
-    if not weight.dtype.is_complex or weight.dtype == torch.complex32:
-        raise TypeError(
-            f"spectral_filter: weight is {weight.dtype}, expected complex64; reals [K, C, 2] become complex "
-            f"by torch.view_as_complex(weight)"
-        )
-    if len(x.shape) != 3:
+def relations(case: Case) -> None:
+    """Raises ValueError for more bins than there are frequencies."""
+    T, bins = case.x.shape[1], case.weight.shape[0]
+    if bins > T // 2 + 1:
         raise ValueError(
-            f"spectral_filter: x has shape {x.shape}, expected [B, T, C]; one sequence is x[None]"
+            f"spectral_filter: weight has {bins} bins, but T = {T} positions have {T // 2 + 1} frequencies: "
+            f"use weight[:{T // 2 + 1}], or pad x to {2 * (bins - 1)} positions"
         )
-    T, C = x.shape[1:]
-    if len(weight.shape) != 2 or weight.shape[1] != C:
-        raise ValueError(
-            f"spectral_filter: weight has shape {weight.shape}, expected [K, {C}], as x has {C} channels"
-        )
-    if weight.shape[0] > T // 2 + 1:
-        raise ValueError(
-            f"spectral_filter: weight has {weight.shape[0]} bins, but T = {T} positions have {T // 2 + 1} "
-            f"frequencies: use weight[:{T // 2 + 1}], or pad x to {2 * (weight.shape[0] - 1)} positions"
-        )
+
+
+check = Arguments(
+    "spectral_filter",
+    {"x": Tensor("B T C", hint="one sequence is x[None]"), "weight": Tensor("K C", COMPLEX)},
+    relations,
+)
 
 
 def bucket(case: Case) -> Case:

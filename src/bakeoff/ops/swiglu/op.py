@@ -8,6 +8,7 @@ from bakeoff.kernels.counter import launches
 from bakeoff.ops.swiglu import peers, plain
 from bakeoff.ops.swiglu.reference import swiglu as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.arguments import Arguments, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
 
@@ -16,33 +17,23 @@ __all__ = ["OP"]
 _HOST_BOUND = 2**27  # bytes: a forward and its backward that the GPU ends before the host has issued them
 
 
-def check(case: Case) -> None:
-    """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
-    gate, up = case.gate, case.up
-    for name, value in (("gate", gate), ("up", up)):
-        if value is None and name == "up":
-            continue
-        if not isinstance(value, TensorMeta):
-            raise TypeError(f"swiglu: {name} must be a tensor, got {value!r}")
-        if not value.dtype.is_floating_point or value.dtype.itemsize < 2:
-            raise TypeError(
-                f"swiglu: {name} is {value.dtype}; convert it to a floating dtype of at least 16 bits"
-            )
-        if not value.shape:
-            raise ValueError(f"swiglu: {name} has no dimensions, expected [..., F]: pass {name}[None]")
-    if up is None:
-        if gate.shape[-1] % 2:
-            raise ValueError(
-                f"swiglu: gate has shape {gate.shape}; without up its last dimension holds both halves, so "
-                f"it must be even: pass up, or pad"
-            )
-        return
-    if up.shape != gate.shape:
+def relations(case: Case) -> None:
+    """Raises ValueError where gate can't be cut in halves."""
+    if case.up is None and case.gate.shape[-1] % 2:
         raise ValueError(
-            f"swiglu: up has shape {up.shape}, expected gate's, {gate.shape}: expand the one that repeats"
+            f"swiglu: gate has shape {case.gate.shape}; without up its last dimension holds both halves, so "
+            f"it must be even: pass up, or pad"
         )
-    if up.dtype != gate.dtype:
-        raise TypeError(f"swiglu: gate is {gate.dtype} and up {up.dtype}: cast one of them")
+
+
+check = Arguments(
+    "swiglu",
+    {
+        "gate": Tensor("... F", hint="a single number is gate[None]"),
+        "up": Tensor("as gate", optional=True, dtype_of="gate", hint="expand the one that repeats"),
+    },
+    relations,
+)
 
 
 def bucket(case: Case) -> Case:

@@ -2,12 +2,12 @@
 
 ::
 
-    arguments = {
+    check = Arguments("long_conv", {
         "u": Tensor("B T C", hint="one sequence is u[None]"),
         "h": Tensor("C L+"),
         "gate": Tensor("as u", optional=True),
         "causal": Flag(),
-    }
+    })
 
 A letter has one size in all shapes of a call, ``+`` after it asks for at least one element, ``...`` stands
 for any leading dimensions, a number for itself, and ``as u`` for u's whole shape. Arguments are checked in
@@ -24,16 +24,19 @@ import torch
 from bakeoff.select.declare.case import Case, TensorMeta
 
 __all__ = [
+    "ANY_FLOATING",
+    "BYTES",
     "COMPLEX",
     "FLOATING",
+    "INTEGER",
     "REAL",
+    "Arguments",
     "Choice",
     "Dtypes",
     "Flag",
     "Number",
     "Rule",
     "Tensor",
-    "check_arguments",
 ]
 
 
@@ -49,6 +52,9 @@ FLOATING = Dtypes(
     lambda dtype: dtype.is_floating_point and dtype.itemsize >= 2,
     "convert it to a floating point dtype of at least 16 bits",
 )
+ANY_FLOATING = Dtypes(lambda dtype: dtype.is_floating_point, "convert it to a floating point dtype")
+BYTES = Dtypes(lambda dtype: dtype == torch.uint8, "expected bytes: pass {name}.to(torch.uint8)")
+INTEGER = Dtypes(lambda dtype: dtype in (torch.int32, torch.int64), "expected int32 or int64")
 REAL = Dtypes(lambda dtype: dtype in (torch.float32, torch.float64), "expected float32: {name}.float()")
 COMPLEX = Dtypes(
     lambda dtype: dtype in (torch.complex64, torch.complex128),
@@ -56,11 +62,15 @@ COMPLEX = Dtypes(
 )
 
 
+Sizes = dict[str, tuple[int, str]]
+"""What letters mean in a call so far, and by which argument."""
+
+
 class Rule:
     """What one argument must be."""
 
-    def check(self, op: str, name: str, case: Case, sizes: dict[str, int]) -> None:
-        """Raises TypeError or ValueError, with the fix. `sizes` holds what letters mean so far."""
+    def check(self, op: str, name: str, case: Case, sizes: Sizes) -> None:
+        """Raises TypeError or ValueError, with the fix."""
         raise NotImplementedError
 
 
@@ -75,14 +85,17 @@ class Tensor(Rule):
     dtype_of: str = ""
     """An earlier argument that has the same dtype."""
     hint: str = ""
-    """What a caller does whose shape is another, or who passes no tensor."""
+    """What a caller does whose shape is another."""
+    hint_kind: str = ""
+    """What a caller does who passes no tensor."""
 
-    def check(self, op: str, name: str, case: Case, sizes: dict[str, int]) -> None:
+    def check(self, op: str, name: str, case: Case, sizes: Sizes) -> None:
         value = case.args[name]
         if value is None and self.optional:
             return
         if not isinstance(value, TensorMeta):
-            raise TypeError(f"{op}: {name} must be a tensor, got {reprlib.repr(value)}{self._hinted('; ')}")
+            kind = f"; {self.hint_kind}" if self.hint_kind else ""
+            raise TypeError(f"{op}: {name} must be a tensor, got {reprlib.repr(value)}{kind}")
         if not self.dtypes.allow(value.dtype):
             raise TypeError(f"{op}: {name} is {value.dtype}; {self.dtypes.advice.format(name=name)}")
         other = case.args.get(self.dtype_of)
@@ -90,14 +103,12 @@ class Tensor(Rule):
             raise TypeError(
                 f"{op}: {name} is {value.dtype} and {self.dtype_of} {other.dtype}: cast one of them"
             )
-        expected = self._mismatch(value.shape, case, sizes)
+        expected = self._mismatch(name, value.shape, case, sizes)
         if expected:
-            raise ValueError(f"{op}: {name} has shape {value.shape}, expected {expected}{self._hinted('; ')}")
+            fix = f"; {self.hint}" if self.hint else ""
+            raise ValueError(f"{op}: {name} has shape {value.shape}, expected {expected}{fix}")
 
-    def _hinted(self, joint: str) -> str:
-        return f"{joint}{self.hint}" if self.hint else ""
-
-    def _mismatch(self, shape: tuple[int, ...], case: Case, sizes: dict[str, int]) -> str:
+    def _mismatch(self, name: str, shape: tuple[int, ...], case: Case, sizes: Sizes) -> str:
         """What the shape should be where it isn't; else "", and letters that it explains are in `sizes`."""
         if self.shape.startswith("as "):
             model = self.shape.removeprefix("as ")
@@ -109,14 +120,19 @@ class Tensor(Rule):
         letters = [word.rstrip("+") for word in tail]
         own = shape[len(shape) - len(tail) :] if words != tail else shape
         fits = len(own) == len(tail) and all(
-            size == (int(letter) if letter.isdigit() else sizes.get(letter, size))
+            size == (int(letter) if letter.isdigit() else sizes.get(letter, (size, name))[0])
             and not (word.endswith("+") and size < 1)
             for word, letter, size in zip(tail, letters, own, strict=True)
         )
         if fits:
-            sizes |= {letter: size for letter, size in zip(letters, own, strict=True) if not letter.isdigit()}
+            for letter, size in zip(letters, own, strict=True):
+                sizes.setdefault(letter, (size, name))
             return ""
-        known = [f"{letter} = {sizes[letter]}" for letter in dict.fromkeys(letters) if letter in sizes]
+        known = [
+            f"{letter} = {sizes[letter][0]} as of {sizes[letter][1]}"
+            for letter in dict.fromkeys(letters)
+            if letter in sizes and not letter.isdigit()
+        ]
         least = [f"{letter} >= 1" for word, letter in zip(tail, letters, strict=True) if word != letter]
         described = f"[{', '.join([*(['...'] if words != tail else []), *letters])}]"
         return described + (f" with {', '.join([*known, *least])}" if known or least else "")
@@ -129,7 +145,7 @@ class Number(Rule):
     least: float = -math.inf
     below: float = math.inf
 
-    def check(self, op: str, name: str, case: Case, sizes: dict[str, int]) -> None:
+    def check(self, op: str, name: str, case: Case, sizes: Sizes) -> None:
         value = case.args[name]
         if not isinstance(value, int | float) or not abs(value) < math.inf:
             raise ValueError(f"{op}: {name} must be a finite number, got {case.said(name)}")
@@ -143,7 +159,7 @@ class Number(Rule):
 class Flag(Rule):
     """True or False."""
 
-    def check(self, op: str, name: str, case: Case, sizes: dict[str, int]) -> None:
+    def check(self, op: str, name: str, case: Case, sizes: Sizes) -> None:
         if not isinstance(case.args[name], bool):
             raise TypeError(f"{op}: {name} is {case.said(name)}, expected True or False")
 
@@ -154,13 +170,25 @@ class Choice(Rule):
 
     words: tuple[str, ...]
 
-    def check(self, op: str, name: str, case: Case, sizes: dict[str, int]) -> None:
+    def check(self, op: str, name: str, case: Case, sizes: Sizes) -> None:
         if case.args[name] not in self.words:
             raise ValueError(f"{op}: {name} is {case.said(name)}, expected one of {', '.join(self.words)}")
 
 
-def check_arguments(op: str, rules: Mapping[str, Rule], case: Case) -> None:
-    """Raises TypeError or ValueError, with the fix, for the first argument that breaks its rule."""
-    sizes: dict[str, int] = {}
-    for name, rule in rules.items():
-        rule.check(op, name, case, sizes)
+class Arguments:
+    """The rules of an op's arguments, as `Op.check`.
+
+    Raises TypeError or ValueError, with the fix, for the first argument that breaks its rule, then whatever
+    `relations` raises.
+    """
+
+    def __init__(
+        self, op: str, rules: Mapping[str, Rule], relations: Callable[[Case], None] = lambda case: None
+    ) -> None:
+        self.op, self.rules, self.relations = op, dict(rules), relations
+
+    def __call__(self, case: Case) -> None:
+        sizes: Sizes = {}
+        for name, rule in self.rules.items():
+            rule.check(self.op, name, case, sizes)
+        self.relations(case)
