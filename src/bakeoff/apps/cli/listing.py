@@ -82,6 +82,6 @@ def _listed(op: Op, candidate: Candidate, case: Case) -> Listed:
         candidate.deterministic,
         versions,
         ".".join(map(str, capability)) if capability > (0, 0) else "",
-        candidate.load if isinstance(candidate.load, str) else candidate.load.__module__,
+        ", ".join(candidate.modules),
         candidate.source_hash,
     )

@@ -271,7 +271,7 @@ def _numerics() -> tuple[bool, int, str]:
 
 def _by_our_hashes(op: Op, verdict: Verdict) -> Verdict:
     """`verdict` with this process's hashes of sources that can't be read, of which the worker has others."""
-    ours = {c.name: c.source_hash for c in op.candidates if c.unread}
+    ours = {c.name: c.source_hash for c in op.candidates if not c.modules}
     trials = tuple(
         msgspec.structs.replace(trial, source_hash=ours.get(trial.candidate, trial.source_hash))
         for trial in verdict.trials

@@ -76,15 +76,15 @@ class Candidate:
         return next(filter(None, map(missing, self.requires)), None)
 
     @cached_property
-    def unread(self) -> bool:
-        """Whether its source can't be read: code of a notebook, or compiled code."""
-        return sources.roots(self.call, self.load) is None
+    def modules(self) -> tuple[str, ...]:
+        """The modules that its implementation stands in; none where they can't be read, as in a notebook."""
+        return tuple(root.module for root in sources.roots(self.call, self.load) or ())
 
     @cached_property
     def source_hash(self) -> str:
         """Changes when code it runs through or the version of a required package changes (see `sources`).
 
-        Where the source is `unread` the hash is for this object alone, so that no verdict outlives it.
+        Where no source can be read the hash is for this object alone, so that no verdict outlives it.
         """
         return sources.source_hash(sources.roots(self.call, self.load), self.requires)
 
