@@ -334,7 +334,7 @@ def test_no_contest_while_a_cuda_graph_is_captured(
 ) -> None:
     case = msgspec.structs.replace(zoo.case(), device="cuda:0")
     for capturing in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)  # noqa: B023
+        monkeypatch.setattr(hot, "capturing", lambda: capturing)  # noqa: B023
         assert dispatch_module._may_tune(case, "eager") is not capturing
     assert "a CUDA graph is being captured" in caplog.text
 

@@ -78,9 +78,11 @@ def _chosen(op: Op, known: tuple[Any, ...], make: Callable[..., Case], impl: str
     """The candidate for a group, as for any call; what is `known` of the group stands for its fingerprint."""
     if impl is not None:
         return able(op, make(*known), impl).implementation
-    where = (op, torch._C._get_deterministic_algorithms(), *known)
-    found = hot.current().get(where)
-    return decide(op, make(*known), where) if found is None else found
+    fingerprint: tuple[Any, ...] = (op, torch._C._get_deterministic_algorithms(), *known)
+    if known[2].type == "cuda" and hot.capturing():
+        fingerprint = hot.under_capture(fingerprint)
+    chosen = hot.current().get(fingerprint)
+    return decide(op, make(*known), fingerprint) if chosen is None else chosen
 
 
 def overlap(params: list[Tensor]) -> bool:

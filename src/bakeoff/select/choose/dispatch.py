@@ -1,4 +1,4 @@
-"""Dispatch: from a call to a candidate, when the hot path's memo doesn't know it yet."""
+"""Dispatch: from a call that the memo of the hot path doesn't know to a candidate."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -70,8 +70,8 @@ def _decide_and_run(op: Op, args: Sequence[Any], impl: str | None) -> Any:
             logging.WARNING if asked else logging.INFO,
         )
         return op.incumbent.implementation(*args)
-    where = hot.fingerprint(op, args)
-    return (hot.current().get(where) or decide(op, case, where))(*args)
+    fingerprint = hot.fingerprint(op, args)
+    return (hot.current().get(fingerprint) or decide(op, case, fingerprint))(*args)
 
 
 _run = _decide_and_run
@@ -89,8 +89,8 @@ def keep_from_torch_compile() -> None:
 
 
 def _lazy(value: Any) -> bool:
-    """Whether this is a tensor whose memory holds the negative or the conjugate of its values, which
-    torch.compile and kernels would take for the values."""
+    """Whether this is a tensor whose memory holds the negative or the conjugate of its values: torch.compile
+    and kernels would read the memory and take that for the values."""
     return isinstance(value, torch.Tensor) and (value.is_neg() or value.is_conj())
 
 
@@ -108,19 +108,44 @@ def _wraps(kind: type) -> bool:
     )
 
 
-def decide(op: Op, case: Case, where: tuple[Any, ...]) -> Callable[..., Any]:
-    """What runs `case` under the settings in force, remembered under `where` in their memo; noted instead
-    where a step is being recorded."""
+def decide(op: Op, case: Case, fingerprint: tuple[Any, ...]) -> Callable[..., Any]:
+    """The implementation that runs `case` under the settings in force.
+
+    It is remembered under the call's `fingerprint` in the memo of these settings; while a step is being
+    recorded the call is noted instead.
+    """
     settings = policy.current()
     if note(op, case, settings.on(case.device)):
         return choose(op, case, policy.unsettled(settings)).candidate.implementation
-    call = choose(op, case, settings).candidate.implementation
+    candidate, decided = choose(op, case, settings).candidate, policy.memo(settings)
+    if hot.before_capture(fingerprint) is None or _may_begin_under_capture(op, candidate, settings):
+        implementation = candidate.implementation
+    else:  # what warming up has run, which has compiled
+        warm = decided.get(hot.before_capture(fingerprint))
+        implementation = op.incumbent.implementation if warm is None else warm
     if not recordings:  # a recording that began meanwhile must see the next such call
-        decided = policy.memo(settings)
         if len(decided) >= _MOST_REMEMBERED:
             decided.clear()
-        decided[where] = call
-    return call
+        decided[fingerprint] = implementation
+    return implementation
+
+
+def _may_begin_under_capture(op: Op, candidate: Candidate, settings: policy.Settings) -> bool:
+    """Whether a candidate chosen for a CUDA graph may run for the first time while one is being captured.
+
+    Who captures without saying so has warmed up what the eager regime chooses. Plain PyTorch can begin now.
+    So can kernels with a counter, ours, which are only compiled and loaded, if the driver can load code
+    during a capture. torch.compile and third parties may wait for the device at their first call, which
+    breaks the capture. Whoever asked for the regime or the candidate gets it.
+    """
+    asked = settings.regime == "graph" or op.name in dict(settings.overrides)
+    return asked or candidate is op.incumbent or (candidate.launches is not None and _loads_under_capture())
+
+
+def _loads_under_capture() -> bool:
+    """Whether the driver loads code while a CUDA graph is being captured, as those since CUDA 12.3 do."""
+    version: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    return version >= 12030
 
 
 def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
@@ -172,7 +197,7 @@ def _missed(op: Op, case: Case, settings: policy.Settings, name: str) -> Choice:
     if settings.policy == "pinned":
         say_once(f"{name} is not in {settings.pinned}: plain PyTorch is used", logging.WARNING)
         return Choice(op.incumbent, "not in the pinned table", None)
-    guess = op.by_name[op.heuristic(case, settings.regime)]
+    guess = op.by_name[op.heuristic(case, settings.on(case.device))]
     reasons = guess.reasons(case)
     if reasons:
         if guess.absent:
@@ -256,7 +281,7 @@ def _may_tune(case: Case, regime: str) -> bool:
     on one rank of several."""
     if regime == "compiled" or case.device == "meta" or policy.store.agreed is not None:
         return False
-    if case.device.startswith("cuda") and torch.cuda.is_current_stream_capturing():
+    if case.device.startswith("cuda") and hot.capturing():
         say_once("a CUDA graph is being captured: not tuning now", logging.WARNING)
         return False
     return torch._C._current_graph_task_id() == -1

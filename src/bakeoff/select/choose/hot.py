@@ -19,11 +19,22 @@ try:
 except ImportError:  # a private name: without it every call goes by its fingerprint
     _Guards = None  # type: ignore[assignment,misc]
 
-__all__ = ["Memo", "current", "fingerprint", "known", "memo", "process_memo", "transformed"]
+__all__ = [
+    "Memo",
+    "before_capture",
+    "capturing",
+    "current",
+    "fingerprint",
+    "known",
+    "memo",
+    "process_memo",
+    "transformed",
+    "under_capture",
+]
 
 Memo = dict[Any, Any]
-"""Candidates' callables by fingerprint, and by op a tuple of guards: functions of a call's arguments that
-return the callable where the call is of their kind. `bakeoff.select.declare.op.Op` asks these first."""
+"""Implementations by fingerprint, and by op a tuple of guards: functions of a call's arguments that return
+the implementation where the call is of their kind. `bakeoff.select.call` asks these first."""
 
 memo: ContextVar[Memo | None] = ContextVar("bakeoff_memo", default=None)
 """Decisions made under the settings this context entered; None where it entered none of its own."""
@@ -35,6 +46,7 @@ such contexts, so recomputation in backward selects as forward did."""
 _MOST_GUARDED = 4
 _has_grad, _is_deterministic = torch.is_grad_enabled, torch._C._get_deterministic_algorithms
 _in_func = torch._C._are_functorch_transforms_active
+_stream_captures: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing  # torch.cuda's, without a call
 _SCALARS = frozenset({bool, float, int, str, type(None)})
 
 
@@ -42,6 +54,24 @@ def current() -> Memo:
     """The memo of the settings in force."""
     entered = memo.get()
     return process_memo if entered is None else entered
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream, also by code of the user's own."""
+    return torch.cuda.is_initialized() and _stream_captures()
+
+
+_CAPTURE = "under capture"
+
+
+def under_capture(fingerprint: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The fingerprint of a call that is being captured, which may be decided otherwise."""
+    return (_CAPTURE, fingerprint)
+
+
+def before_capture(fingerprint: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The fingerprint that a captured call has outside of capture; None for one that is not captured."""
+    return fingerprint[1] if fingerprint[0] is _CAPTURE else None
 
 
 def transformed() -> bool:
@@ -57,8 +87,8 @@ def transformed() -> bool:
 
 
 def _watched() -> bool:
-    """Whether a dispatch mode looks at calls, other than those that let compiled code pass, as the mode of
-    selective activation checkpointing does."""
+    """Whether a dispatch mode looks at calls. Modes that ignore what happens inside compiled code, as that of
+    selective activation checkpointing does, don't count."""
     return any(
         mode.is_infra_mode() or not mode.ignore_compile_internals()
         for mode in _get_current_dispatch_mode_stack()
@@ -66,15 +96,16 @@ def _watched() -> bool:
 
 
 def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
-    """What runs this call by an earlier decision, or None; where no guard of `op` knows it."""
+    """The implementation that was chosen for such a call before, or None; asked where no guard of `op`
+    recognises the call, which gets a guard if there is room for one."""
     if transformed():
         return None
     decided = current()
-    found: Callable[..., Any] | None = decided.get(fingerprint(op, args))
+    implementation: Callable[..., Any] | None = decided.get(fingerprint(op, args))
     guards = decided.get(op, ())
-    if found is not None and len(guards) < _MOST_GUARDED:
-        decided[op] = (*guards, *_guard(args, found))
-    return found
+    if implementation is not None and len(guards) < _MOST_GUARDED:
+        decided[op] = (*guards, *_guard(args, implementation))
+    return implementation
 
 
 def _guard(args: Sequence[Any], call: Callable[..., Any]) -> list[Callable[[Sequence[Any]], Any]]:
@@ -91,10 +122,13 @@ def _guard(args: Sequence[Any], call: Callable[..., Any]) -> list[Callable[[Sequ
     check = _Guards(*given.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     names: dict[str, Any] = {"call": call, "check": check, "forward_ad": forward_ad, "fx": _symbolic_trace}
     names |= {"has_grad": _has_grad, "is_deterministic": _is_deterministic, "in_func": _in_func}
+    names |= {"stream_captures": _stream_captures}
     conditions = ["forward_ad._current_level < 0 and not in_func() and not fx._is_fx_tracing_flag"]
     conditions.append(f"is_deterministic() is {_is_deterministic()}")
     if any(tensor.requires_grad for tensor in given.values()):
         conditions.append(f"has_grad() is {_has_grad()}")
+    if any(tensor.is_cuda for tensor in given.values()):
+        conditions.append(f"stream_captures() is {_stream_captures()}")
     for i, a in enumerate(args):
         names |= {f"class{i}": a.__class__, f"value{i}": None if f"a{i}" in given else a}
         if f"a{i}" in given:
@@ -116,22 +150,26 @@ def fingerprint(op: object, args: Sequence[Any]) -> tuple[Any, ...]:
     Two calls with one fingerprint get one decision. The class is part of it, so that a tensor subclass
     never inherits a plain tensor's decision, nor 1 that of True. Flat, because that is faster than nested
     tuples, and still unambiguous: six entries a tensor, two for anything else, of which the first is a class.
-    How a tensor lies includes whether its memory holds the negative or the conjugate of its values. Raises
-    RuntimeError for a tensor without a shape or strides.
+    A tensor's layout includes whether its memory holds the negative or the conjugate of its values. Calls on
+    a GPU that a CUDA graph captures have fingerprints of their own. Raises RuntimeError for a tensor without
+    a shape or strides.
     """
-    found = [op, _has_grad(), _is_deterministic()]
-    place: Any
-    lies: Any
+    parts = [op, _has_grad(), _is_deterministic()]
+    on_gpu = False
+    device: Any
+    layout: Any
     for a in args:
         kind = a.__class__
         if kind in _SCALARS or not isinstance(a, torch.Tensor):
-            found += (kind, a)
+            parts += (kind, a)
         else:
-            place = a.get_device()
-            if place < 0 and (not a.is_cpu or a.is_mkldnn):  # meta tensors have the CPU's number
-                place = (a.device, a.layout)
-            lies = a.is_contiguous() or (a.layout, a.stride())
+            device = a.get_device()
+            if device >= 0:
+                on_gpu = True
+            elif not a.is_cpu or a.is_mkldnn:  # meta tensors have the CPU's number
+                device = (a.device, a.layout)
+            layout = a.is_contiguous() or (a.layout, a.stride())
             if a.is_neg() or a.is_conj():
-                lies = (lies, a.is_neg(), a.is_conj())
-            found += (kind, a.shape, a.dtype, place, a.requires_grad, lies)
-    return tuple(found)
+                layout = (layout, a.is_neg(), a.is_conj())
+            parts += (kind, a.shape, a.dtype, device, a.requires_grad, layout)
+    return under_capture(tuple(parts)) if on_gpu and capturing() else tuple(parts)

@@ -33,8 +33,11 @@ class Settings(msgspec.Struct, frozen=True):
     """The table file of the ``pinned`` policy."""
 
     def on(self, device: str) -> str:
-        """The regime that counts on `device`: only CUDA has graphs."""
-        return "eager" if self.regime == "graph" and not device.startswith("cuda") else self.regime
+        """The regime of a call on `device` now. Only CUDA has graphs; while one is being captured the regime
+        is "graph", whether or not anybody said so."""
+        if not device.startswith("cuda"):
+            return "eager" if self.regime == "graph" else self.regime
+        return "graph" if self.regime == "eager" and hot.capturing() else self.regime
 
 
 _context: ContextVar[Settings | None] = ContextVar("bakeoff_settings", default=None)

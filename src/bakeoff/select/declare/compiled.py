@@ -46,16 +46,16 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
             known.add(shape)
         static = shape in known
         unit = (family, shape) if static else (family,)
-        found = units.get(unit)
-        if found is None:
-            found = units[unit] = torch.compile(
+        program = units.get(unit)
+        if program is None:
+            program = units[unit] = torch.compile(
                 _twin(formula), fullgraph=True, dynamic=False if static else None, backend=_inductor
             )
         try:
             if not torch._C._len_torch_function_stack():
-                return found(*args)
+                return program(*args)
             with torch._C.DisableTorchFunction():  # Dynamo can't always trace torch.set_default_device
-                return found(*args)
+                return program(*args)
         except Exception as error:
             if type(error).__name__ != "FailOnRecompileLimitHit":
                 raise
@@ -73,23 +73,23 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inductor(graph: Any, inputs: Any) -> Any:
-    """torch.compile's own backend, but a backward that leaves alone what its forward saved for it.
+    """torch.compile's own backend, with a backward that may run twice.
 
-    By default it writes over that memory, and `backward(retain_graph=True)` raises. Who calls an op doesn't
-    know that torch.compile is behind it, and may go backward twice.
+    By default its backward writes over what the forward saved, and `backward(retain_graph=True)` raises.
+    Whoever calls an op doesn't know that torch.compile is behind it.
     """
-    from torch._functorch import config  # here, because the two take seconds
+    from torch._functorch import config  # here, because importing the two takes seconds
     from torch._inductor.compile_fx import compile_fx
 
     options: dict[str, Any] = {"donated_buffer": False}
-    if any(isinstance(given, torch.SymInt) for given in inputs):
-        options["enable_autograd_cache"] = False  # its entries would be kept before the line below has run
+    if any(isinstance(value, torch.SymInt) for value in inputs):
+        options["enable_autograd_cache"] = False  # it would keep an entry made before the last lines here
     with config.patch(**options):
-        made = compile_fx(graph, inputs)
+        program = compile_fx(graph, inputs)
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []  # None, which it is now, counts as some
-    return made
+        context.fw_metadata.bw_donated_idxs = []  # the None that it is now is taken for "some"
+    return program
 
 
 def _twin(formula: Callable[..., Any]) -> Callable[..., Any]:
