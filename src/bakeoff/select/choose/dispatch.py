@@ -14,6 +14,7 @@ from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.key import key
 from bakeoff.select.declare.op import Op
+from bakeoff.select.declare.variants import bound, unusable
 
 __all__ = ["ASK", "Asked", "Choice", "able", "checked", "choose", "decide", "dispatch"]
 
@@ -24,11 +25,18 @@ _said: set[tuple[str, int]] = set()
 
 
 class Choice(NamedTuple):
-    """The candidate for a case, why, and the verdict behind it (None where there is none)."""
+    """The candidate for a case, why, the verdict behind it (None where there is none), and the launch
+    configuration in which it runs ("" is its default)."""
 
     candidate: Candidate
     why: str
     found: Found | None
+    variant: str = ""
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """What runs the case."""
+        return bound(self.candidate, self.variant)
 
 
 ASK = "the case that this call makes"
@@ -113,8 +121,8 @@ def decide(op: Op, case: Case, where: tuple[Any, ...]) -> Callable[..., Any]:
     where a step is being recorded."""
     settings = policy.current()
     if note(op, case, settings.on(case.device)):
-        return choose(op, case, policy.unsettled(settings)).candidate.implementation
-    call = choose(op, case, settings).candidate.implementation
+        return choose(op, case, policy.unsettled(settings)).call
+    call = choose(op, case, settings).call
     if not recordings:  # a recording that began meanwhile must see the next such call
         decided = policy.memo(settings)
         if len(decided) >= _MOST_REMEMBERED:
@@ -124,7 +132,11 @@ def decide(op: Op, case: Case, where: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
-    """The decision for `case` under `settings`; holds a contest only under the ``tune`` policy."""
+    """The decision for `case` under `settings`; holds a contest only under the ``tune`` policy.
+
+    A candidate that a verdict ranks runs in the configuration it was measured with. What is forced, or taken
+    by a heuristic, runs in its default, whatever tables hold.
+    """
     forced = dict(settings.overrides).get(op.name)
     if forced:
         return Choice(able(op, case, forced, settings.regime), "forced by override", None)
@@ -146,7 +158,9 @@ def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
             stale = " (measured under other versions)" if found.stale else ""
             won = best.name == found.verdict.winner
             why = found.verdict.why if won else "the winner can't take this case"
-            return Choice(best, f"{why}, from {found.source}{stale}", found)
+            variant = _variant(op, case, best, found)
+            default = ", in its default configuration" if found.verdict.variant(best.name) != variant else ""
+            return Choice(best, f"{why}, from {found.source}{stale}{default}", found, variant)
     return _missed(op, case, settings, name)
 
 
@@ -189,6 +203,23 @@ def _first_able(op: Op, case: Case, found: Found) -> Candidate | None:
         if candidate and not candidate.baseline and not candidate.reasons(case):
             return candidate
     return None
+
+
+def _variant(op: Op, case: Case, candidate: Candidate, found: Found) -> str:
+    """The configuration in which a verdict's `candidate` runs `case`: that of its contest, or the default
+    where sources or versions have changed since, or where the table asks for one that it doesn't have."""
+    trial = next(t for t in found.verdict.trials if t.candidate == candidate.name)
+    agreed = policy.store.agreed is not None  # all ranks hold the same verdicts, and must run the same
+    if not trial.variant or found.stale or (trial.source_hash != candidate.source_hash and not agreed):
+        return ""
+    problem = unusable(candidate, op.bucket(case), trial.variant)
+    if problem:
+        say_once(
+            f"{found.source}: {op.name}: {candidate.name} runs in its default configuration: {problem}",
+            logging.WARNING,
+        )
+        return ""
+    return trial.variant
 
 
 def able(op: Op, case: Case, name: str, regime: str = "eager") -> Candidate:
