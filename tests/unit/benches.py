@@ -27,6 +27,7 @@ class FakeWorker:
         lambda op, case, regime: made(op, case, {"eager": 2.0, "compiled": 1.0}, "compiled", regime)
     )
     held: list[str]
+    thorough: list[bool]
 
     def __init__(self, announce: Callable[[str], None] = lambda stage: None, **_: object) -> None:
         self.announce = announce
@@ -39,10 +40,12 @@ class FakeWorker:
         budget_s: float,
         skip: object = None,
         for_the_record: bool = False,
+        thorough: bool = False,
         ready: Callable[[], None] = lambda: None,
     ) -> list[Verdict]:
         ready()
         type(self).held.append(key(op, case, regimes[0]))
+        type(self).thorough.append(thorough)
         return [self.answer(op, case, regime) for regime in regimes]
 
     def close(self) -> None:
@@ -68,7 +71,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
     class Mine(FakeWorker):
         pass
 
-    Mine.held = []
+    Mine.held, Mine.thorough = [], []
 
     for module in (published, side_by_side):
         monkeypatch.setattr(module, "Worker", Mine)

@@ -10,7 +10,8 @@ import torch
 
 from bakeoff.errors import ContestError
 from bakeoff.select import Candidate, Case, Op, TensorMeta
-from bakeoff.select.contests.contest import DeviceLost, contest, regimes_of
+from bakeoff.select.contests.contest import contest, regimes_of
+from bakeoff.select.contests.failure import DeviceLost
 from bakeoff.select.contests.measure import HostTimer, Timer
 from bakeoff.select.contests.verdict import Trial, Verdict
 from bakeoff.select.declare.installed import _distributions, package_version
@@ -271,17 +272,17 @@ def test_who_is_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What can't be weighed is left out, and nobody is weighed on the CPU."""
     module = importlib.import_module("bakeoff.select.contests.contest")
     op, case, said = zoo.op(), zoo.case(4, 8), []
-    assert module._peaks(op, case, ["eager"], said.append) == {}
+    assert module._peaks(op, case, op.by_name, said.append) == {}
     answers = {"eager": 512}
 
     def peak(_op: object, _case: object, candidate: Candidate) -> int:
         return answers[candidate.name]
 
     monkeypatch.setattr(module, "_peak", peak)
-    monkeypatch.setattr(module, "_release", lambda _: None)
+    monkeypatch.setattr(module, "release", lambda _: None)
     other = zoo.op(Candidate("other", zoo.good))
     on_gpu = Case(case.args, "cuda")
-    assert module._peaks(other, on_gpu, ["eager", "other"], said.append) == {"eager": 512}
+    assert module._peaks(other, on_gpu, other.by_name, said.append) == {"eager": 512}
     assert said == ["eager: weigh", "other: weigh"]
 
 

@@ -10,12 +10,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from bakeoff.kernels.variants import parse
 from bakeoff.select import Candidate, Case, Cost, Op, TensorMeta, registry
 from bakeoff.select.declare.key import round_rows, with_layout
 
@@ -343,6 +344,16 @@ class FakeTime:
     def __init__(self) -> None:
         self.host = self.device = 0.0
 
+    def tiled(
+        self, name: str, us: Callable[[int, int], float], *axes: Sequence[int], **declares: Any
+    ) -> Candidate:
+        """A right candidate with variants, which takes ``us(forward rows, backward rows)``."""
+
+        def run(forward: Tile, backward: Tile) -> Callable[..., Any]:
+            return self.costing(name, us(forward.rows, backward.rows)).call
+
+        return Candidate(name, Tiled(run, *axes), **declares)
+
     def costing(
         self, name: str, host_us: float | Callable[[int], float], device_us: float = 0.0, **declares: Any
     ) -> Candidate:
@@ -357,6 +368,46 @@ class FakeTime:
             return eager(x, w)
 
         return Candidate(name, call, **declares)
+
+
+# ----------------------------------------------------------------------------- with launch configurations
+class Tile(NamedTuple):
+    rows: int
+    warps: int = 4
+
+
+class Tiled:
+    """An implementation with variants: `run(forward, backward)` makes the callable for two tiles."""
+
+    def __init__(
+        self,
+        run: Callable[[Tile, Tile], Callable[..., Any]],
+        forward: Sequence[int],
+        backward: Sequence[int] = (),
+    ) -> None:
+        self.run = run
+        self.axes = {"forward": [Tile(n) for n in forward], "backward": [Tile(n) for n in backward or (1,)]}
+        self.asked: list[Case] = []
+        self.bound: dict[str, Callable[..., Any]] = {}
+
+    def variants(self, case: Case) -> dict[str, list[Tile]]:
+        self.asked.append(case)
+        return self.axes
+
+    def bind(self, text: str) -> Callable[..., Any]:
+        if text not in self.bound:
+            values: Any = parse(text, dict.fromkeys(self.axes, Tile))
+            self.bound[text] = self.run(*(values.get(axis, tiles[0]) for axis, tiles in self.axes.items()))
+        return self.bound[text]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*(tiles[0] for tiles in self.axes.values()))(*args)
+
+
+def text_of(forward: int = 0, backward: int = 0) -> str:
+    """The text of a variant by its rows; 0 is the default."""
+    pairs = {"forward": forward, "backward": backward}.items()
+    return " ".join(f"{axis}(rows={rows},warps=4)" for axis, rows in pairs if rows)
 
 
 # ---------------------------------------------------------------------- what ends or stops a process
@@ -443,6 +494,19 @@ CRASHING = op(
     name="zoo_crashing",
     home=f"{HERE}:CRASHING",
 )
+
+
+def _tile_that(ends: Callable[..., Any], rows: int) -> Callable[[Tile, Tile], Callable[..., Any]]:
+    """Right, but for the forward tile of so many rows, which does what `ends` does."""
+    return lambda forward, backward: ends if forward.rows == rows else good
+
+
+crashing_tiles = Tiled(_tile_that(aborts, 2), [1, 2, 4])
+hanging_tiles = Tiled(_tile_that(hangs, 4), [1, 2, 4])
+deadly_tiles = Tiled(lambda forward, backward: good if forward.rows == 1 else aborts, range(1, 9))
+TILES = op(_deadly("crashing_tiles"), _deadly("hanging_tiles"), name="zoo_tiles", home=f"{HERE}:TILES")
+DEADLY_TILES = op(_deadly("deadly_tiles"), name="zoo_deadly_tiles", home=f"{HERE}:DEADLY_TILES")
+
 HANGING = op(GOOD, _deadly("hangs"), name="zoo_hanging", home=f"{HERE}:HANGING")
 WAITING = op(_deadly("waits"), name="zoo_waiting", home=f"{HERE}:WAITING")
 SWITCHES = op(_deadly("tells"), name="zoo_switches", home=f"{HERE}:SWITCHES")

@@ -30,6 +30,8 @@ def run_ops(
     budget_s: float = 2.0,
     resume: bool = False,
     jobs: int = 1,
+    thorough: bool = False,
+    variants: bool = False,
     hear: Hear = lambda cell, verdicts, reason: None,
     announce: Callable[[str], None] = lambda stage: None,
 ) -> File:
@@ -38,7 +40,9 @@ def run_ops(
     Rows that `out` holds of the same cells are replaced, those of other cells stay, as long as they come from
     the same machine and versions. With `resume`, cells that `out` holds with today's sources are left out.
     Contests are held `jobs` at a time (`bakeoff.select.contests.side_by_side`). A cell that can't be
-    measured (out of memory, say) becomes a row with the reason.
+    measured (out of memory, say) becomes a row with the reason. A candidate is one row, which names the
+    launch configuration it was measured with; `thorough` tries all that it declares, and `variants` keeps the
+    times of what was tried.
 
     Raises:
         ResultsError: `out` can't be read or written, or belongs to another machine or other versions.
@@ -55,7 +59,9 @@ def run_ops(
     with Workers(jobs, announce) as workers:
         while wanted:
             together, wanted = wanted[: workers.jobs], wanted[workers.jobs :]
-            round_ = [Wanted(cell.op, cell.case, each, budget_s, {}, True) for cell, each in together]
+            round_ = [
+                Wanted(cell.op, cell.case, each, budget_s, {}, True, thorough) for cell, each in together
+            ]
             for i, outcome in workers.hold(round_):
                 cell, each = together[i]
                 reason, verdicts = "", list[Verdict]()
@@ -64,7 +70,8 @@ def run_ops(
                     rows = [results.failed_row(cell, regime, reason) for regime in each]
                 else:
                     verdicts = outcome
-                    rows = [row for verdict in verdicts for row in results.rows_of_verdict(cell, verdict)]
+                    rows_of = partial(results.rows_of_verdict, cell, variants=variants)
+                    rows = [row for verdict in verdicts for row in rows_of(verdict)]
                 file = results.changed(out, env, partial(keep, rows=rows))
                 hear(cell, verdicts, reason)
     return file

@@ -8,7 +8,7 @@ is measured afresh at the exact shape.
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from bakeoff.select.contests.draw import inputs
 from bakeoff.select.contests.measure import Timing, input_sets, interleave, work
 from bakeoff.select.contests.side_by_side import Wanted, Workers
 from bakeoff.select.declare.key import key
+from bakeoff.select.declare.variants import bound
 
 __all__ = ["SelectionRow", "overhead_us", "regret_rows", "run_selection", "summary"]
 
@@ -163,8 +164,8 @@ def regret_rows(cell: Cell, decided: Sequence[Row], budget_s: float) -> list[Sel
         (row for row in decided if row.us and row.verified), key=lambda row: (not row.chosen, row.us or 0.0)
     )
     able = [row.candidate for row in ranking if not cell.op.by_name[row.candidate].reasons(cell.case)]
-    names = [row.candidate for row in ranking]
-    timings, reasons = _timed(cell, decided[0].regime, names, 3 * hardware.l2_bytes(device), budget_s)
+    variants = {row.candidate: row.variant for row in ranking}
+    timings, reasons = _timed(cell, decided[0].regime, variants, 3 * hardware.l2_bytes(device), budget_s)
     best = min(timing.us for timing in timings.values())
     eager = timings[cell.op.incumbent.name].us
     cost = cell.op.cost(cell.case)
@@ -188,7 +189,7 @@ def regret_rows(cell: Cell, decided: Sequence[Row], budget_s: float) -> list[Sel
 def host_rows(op: Op, device: str, budget_s: float) -> list[SelectionRow]:
     """The host's time of a tiny call with its backward, per candidate; not verified."""
     cell = _tiny(op, device)
-    timings, reasons = _timed(cell, "eager", list(op.by_name), 0, budget_s)
+    timings, reasons = _timed(cell, "eager", dict.fromkeys(op.by_name, ""), 0, budget_s)
     cost = op.cost(cell.case)
     limit = hardware.limit_us(cost.bytes, cost.flops, device)
     found = []
@@ -199,20 +200,21 @@ def host_rows(op: Op, device: str, budget_s: float) -> list[SelectionRow]:
 
 
 def _timed(
-    cell: Cell, regime: str, names: Sequence[str], beyond_bytes: int, budget_s: float
+    cell: Cell, regime: str, variants: Mapping[str, str], beyond_bytes: int, budget_s: float
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """(times by candidate, why the others have none), measured in this process."""
+    """(times by candidate, why the others have none), measured in this process; `variants` gives the launch
+    configuration of each candidate."""
     sets = input_sets(cell.op, cell.case, beyond_bytes)
     timer = timers_for(cell.case)[regime]
     samplers, reasons = {}, {}
-    for name in names:
+    for name, variant in variants.items():
         candidate = cell.op.by_name[name]
         unable = candidate.reasons(cell.case)
         if unable:
             reasons[name] = "; ".join(unable)
             continue
         try:
-            samplers[name] = timer.sampler(work(cell.op, cell.case, candidate.implementation, sets))
+            samplers[name] = timer.sampler(work(cell.op, cell.case, bound(candidate, variant), sets))
         except Exception as error:  # noqa: BLE001  whatever it is, it belongs into the row
             reasons[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return interleave(samplers, budget_s), reasons

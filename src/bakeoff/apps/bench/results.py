@@ -111,6 +111,10 @@ class Row(msgspec.Struct, kw_only=True):
     commit: str = ""
     """Of the sources measured, as in `Env`, whose commit is that of the file's last run."""
     warning: str = ""
+    variant: str = ""
+    """The launch configuration (`bakeoff.select.declare.variants`); "" is the candidate's default."""
+    variants: dict[str, float | str] | None = None
+    """Where asked for: microseconds of each configuration in the screening, or why it is out."""
 
     @property
     def cell(self) -> tuple[str, str, str, str]:
@@ -157,8 +161,8 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def rows_of_verdict(cell: Cell, verdict: Verdict) -> list[Row]:
-    """A row per candidate of a contest held on this device."""
+def rows_of_verdict(cell: Cell, verdict: Verdict, *, variants: bool = False) -> list[Row]:
+    """A row per candidate of a contest held on this device; with `variants`, what was tried of each, too."""
     limit = hardware.limit_us(verdict.cost.bytes, verdict.cost.flops, cell.case.device)
     eager = next(
         (t.errors.rms for t in verdict.trials if t.candidate == cell.op.incumbent.name and t.errors), None
@@ -187,6 +191,8 @@ def rows_of_verdict(cell: Cell, verdict: Verdict) -> list[Row]:
                 date=verdict.date,
                 commit=commit(),
                 warning=verdict.warning,
+                variant=trial.variant,
+                variants=trial.variants if variants else None,
             )
         )
     return rows

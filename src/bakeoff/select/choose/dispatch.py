@@ -14,6 +14,7 @@ from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.key import key
 from bakeoff.select.declare.op import Op
+from bakeoff.select.declare.variants import bound, unusable
 
 __all__ = ["ASK", "Asked", "Choice", "able", "checked", "choose", "decide", "dispatch"]
 
@@ -24,11 +25,18 @@ _said: set[tuple[str, int]] = set()
 
 
 class Choice(NamedTuple):
-    """The candidate for a case, why, and the verdict behind it (None where there is none)."""
+    """The candidate for a case, why, the verdict behind it (None where there is none), and the launch
+    configuration in which it runs ("" is its default)."""
 
     candidate: Candidate
     why: str
     found: Found | None
+    variant: str = ""
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """What runs the case."""
+        return bound(self.candidate, self.variant)
 
 
 ASK = "the case that this call makes"
@@ -116,10 +124,10 @@ def decide(op: Op, case: Case, fingerprint: tuple[Any, ...]) -> Callable[..., An
     """
     settings = policy.current()
     if note(op, case, settings.on(case.device)):
-        return choose(op, case, policy.unsettled(settings)).candidate.implementation
-    candidate, decided = choose(op, case, settings).candidate, policy.memo(settings)
-    if hot.before_capture(fingerprint) is None or _may_begin_under_capture(op, candidate, settings):
-        implementation = candidate.implementation
+        return choose(op, case, policy.unsettled(settings)).call
+    choice, decided = choose(op, case, settings), policy.memo(settings)
+    if hot.before_capture(fingerprint) is None or _may_begin_under_capture(op, choice.candidate, settings):
+        implementation = choice.call
     else:  # what warming up has run, which has compiled
         warm = decided.get(hot.before_capture(fingerprint))
         implementation = op.incumbent.implementation if warm is None else warm
@@ -149,7 +157,11 @@ def _loads_under_capture() -> bool:
 
 
 def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
-    """The decision for `case` under `settings`; holds a contest only under the ``tune`` policy."""
+    """The decision for `case` under `settings`; holds a contest only under the ``tune`` policy.
+
+    A candidate that a verdict ranks runs in the configuration it was measured with. What is forced, or taken
+    by a heuristic, runs in its default, whatever tables hold.
+    """
     forced = dict(settings.overrides).get(op.name)
     if forced:
         return Choice(able(op, case, forced, settings.regime), "forced by override", None)
@@ -171,7 +183,9 @@ def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
             stale = " (measured under other versions)" if found.stale else ""
             won = best.name == found.verdict.winner
             why = found.verdict.why if won else "the winner can't take this case"
-            return Choice(best, f"{why}, from {found.source}{stale}", found)
+            variant = _variant(op, case, best, found)
+            default = ", in its default configuration" if found.verdict.variant(best.name) != variant else ""
+            return Choice(best, f"{why}, from {found.source}{stale}{default}", found, variant)
     return _missed(op, case, settings, name)
 
 
@@ -214,6 +228,23 @@ def _first_able(op: Op, case: Case, found: Found) -> Candidate | None:
         if candidate and not candidate.baseline and not candidate.reasons(case):
             return candidate
     return None
+
+
+def _variant(op: Op, case: Case, candidate: Candidate, found: Found) -> str:
+    """The configuration in which a verdict's `candidate` runs `case`: that of its contest, or the default
+    where sources or versions have changed since, or where the table asks for one that it doesn't have."""
+    trial = next(t for t in found.verdict.trials if t.candidate == candidate.name)
+    agreed = policy.store.agreed is not None  # all ranks hold the same verdicts, and must run the same
+    if not trial.variant or found.stale or (trial.source_hash != candidate.source_hash and not agreed):
+        return ""
+    problem = unusable(candidate, op.bucket(case), trial.variant)
+    if problem:
+        say_once(
+            f"{found.source}: {op.name}: {candidate.name} runs in its default configuration: {problem}",
+            logging.WARNING,
+        )
+        return ""
+    return trial.variant
 
 
 def able(op: Op, case: Case, name: str, regime: str = "eager") -> Candidate:

@@ -12,11 +12,12 @@ from bakeoff import hardware
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.dispatch import ASK, Asked, checked, choose
 from bakeoff.select.choose.tune import recording
-from bakeoff.select.contests.verdict import Verdict
+from bakeoff.select.contests.verdict import Trial, Verdict
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.key import key
 from bakeoff.select.declare.op import Op
 from bakeoff.select.declare.registry import find_op
+from bakeoff.select.declare.variants import label
 
 __all__ = ["Explanation", "Row", "choices", "explain", "explain_case", "rows_of"]
 
@@ -30,6 +31,8 @@ class Row(msgspec.Struct, frozen=True):
     error: float | None
     chosen: bool
     why: str
+    variant: str = ""
+    """The launch configuration that was measured; "" is the candidate's default."""
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -44,9 +47,12 @@ class Explanation(msgspec.Struct, frozen=True):
     warning: str = ""
     verdict: Verdict | None = None
     """The contest behind the choice; None where none was held or the choice is forced."""
+    variant: str = ""
+    """The launch configuration in which the choice runs; "" is its default."""
 
     def __str__(self) -> str:
-        lines = [f"{self.key}", f"  choice: {self.choice} ({self.why})", f"  source: {self.source}"]
+        choice = label(self.choice, self.variant)
+        lines = [f"{self.key}", f"  choice: {choice} ({self.why})", f"  source: {self.source}"]
         if self.warning:
             lines.append(f"  warning: {self.warning}")
         lines.append(f"  {'candidate':<10} {'us':>10} {'of limit':>8} {'error':>8}")
@@ -96,7 +102,9 @@ def explain_case(op: Op, case: Case, settings: policy.Settings | None = None) ->
     if choice.found is not None:
         verdict, source = choice.found.verdict, choice.found.source
         rows = rows_of(verdict, case.device, chosen)
-        return Explanation(op.name, name, chosen, choice.why, source, rows, verdict.warning, verdict)
+        return Explanation(
+            op.name, name, chosen, choice.why, source, rows, verdict.warning, verdict, choice.variant
+        )
     overridden = op.name in dict(settings.overrides)
     if overridden or settings.policy in ("off", "heuristic"):
         known = policy.store.lookup(op, name, case.device)
@@ -127,6 +135,8 @@ def rows_of(verdict: Verdict, device: str, chosen: str) -> tuple[Row, ...]:
     for trial in verdict.trials:
         us = trial.timing.us if trial.timing and not trial.rejected else None
         why = trial.rejected or (verdict.why if trial.candidate == verdict.winner else "")
+        if trial.variant and us is not None:
+            why = "; ".join(filter(None, (why, _configured(trial))))
         rows.append(
             Row(
                 trial.candidate,
@@ -135,13 +145,22 @@ def rows_of(verdict: Verdict, device: str, chosen: str) -> tuple[Row, ...]:
                 trial.errors.rms if trial.errors else None,
                 trial.candidate == chosen,
                 why,
+                trial.variant,
             )
         )
     return tuple(rows)
 
 
+def _configured(trial: Trial) -> str:
+    """The configuration behind a trial's time, and what it gained in the screening."""
+    base, mine = trial.variants.get(""), trial.variants.get(trial.variant)
+    known = isinstance(base, float) and isinstance(mine, float) and mine > 0
+    return f"as {trial.variant}" + (f" ({base / mine:.2f} times as fast as its default)" if known else "")  # type: ignore[operator]
+
+
 def _forced(row: Row, why: str) -> Row:
     """`row`, if it is the chosen one, with the reason before what its contest said."""
+    why += ", in its default configuration" if row.variant else ""
     said = f"{why}; {row.why}" if row.why else why
     return msgspec.structs.replace(row, why=said) if row.chosen else row
 

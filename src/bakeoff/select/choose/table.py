@@ -79,7 +79,8 @@ def read(path: Path) -> Table:
 def _sound(row: Verdict) -> bool:
     """Whether a row could have come out of a contest."""
     texts = [row.key, row.op, row.regime, row.why, row.warning, row.date]
-    texts += [text for trial in row.trials for text in (trial.candidate, trial.rejected or "")]
+    texts += [text for trial in row.trials for text in (trial.candidate, trial.rejected or "", trial.variant)]
+    texts += [str(each) for trial in row.trials for pair in trial.variants.items() for each in pair]
     times = row.timings
     return (
         row.winner in times

@@ -13,18 +13,26 @@ import torch
 
 from bakeoff.errors import PolicyError, Unsupported
 from bakeoff.select.choose import policy
-from bakeoff.select.choose.dispatch import able, check_devices, choose, keep_from_torch_compile, other_layout
+from bakeoff.select.choose.dispatch import (
+    Choice,
+    able,
+    check_devices,
+    choose,
+    keep_from_torch_compile,
+    other_layout,
+)
 from bakeoff.select.choose.tune import note
 from bakeoff.select.declare.case import Case, TensorMeta
 from bakeoff.select.declare.op import Op
 from bakeoff.select.declare.registry import registry
+from bakeoff.select.declare.variants import label
 
 __all__ = ["traced_call"]
 
 _UNKNOWN_ROWS = 4096  # stands for the number of rows while tracing, where lengths must stay symbolic
 
 _implementations: dict[str, Callable[..., Any]] = {}
-"""What runs inside compiled graphs, by "op candidate": a plain dict, which Dynamo can trace through."""
+"""What runs inside compiled graphs, by "op candidate variant": a plain dict, for Dynamo to trace through."""
 
 
 def traced_call(op: Op, args: Sequence[Any], impl: str | None) -> Any:
@@ -119,7 +127,8 @@ def _constant_fault(op_name: str, known: tuple[Any, ...]) -> tuple[str, str] | N
 def _constant_choice(
     op_name: str, known: tuple[Any, ...], grad: bool, impl: str | None
 ) -> tuple[str, str, str]:
-    """The candidate; or "", and the kind and the text of the error that asking for one deserves."""
+    """The candidate with its variant; or "", and the kind and the text of the error that asking for one
+    deserves."""
     op = registry[op_name]
     values: dict[str, Any] = {}
     device = "cpu"
@@ -137,17 +146,18 @@ def _constant_choice(
     settings = msgspec.structs.replace(policy.current(), regime="compiled")
     try:
         if impl is not None:
-            chosen = able(op, case, impl, "compiled")
+            choice = Choice(able(op, case, impl, "compiled"), "", None)
         else:
             if note(op, case, "compiled"):
                 settings = policy.unsettled(settings)
-            chosen = choose(op, case, settings).candidate
+            choice = choose(op, case, settings)
     except (PolicyError, Unsupported) as error:
         return "", *_fault(type(error), error)
-    if chosen.name == "compiled":
-        chosen = op.incumbent  # the region around it is compiled already
-    _implementations[f"{op_name} {chosen.name}"] = chosen.implementation
-    return chosen.name, "", ""
+    if choice.candidate.name == "compiled":
+        choice = Choice(op.incumbent, "", None)  # the region around it is compiled already
+    chosen = label(choice.candidate.name, choice.variant)
+    _implementations[f"{op_name} {chosen}"] = choice.call
+    return chosen, "", ""
 
 
 def _fault(kind: type[Exception], error: Exception) -> tuple[str, str]:

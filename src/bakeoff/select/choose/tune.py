@@ -60,6 +60,7 @@ def tune(
     regimes: Sequence[str] | None = None,
     peers: bool = False,
     force: bool = False,
+    thorough: bool = False,
     jobs: int = 0,
     announce: Callable[[str], None] = lambda text: None,
 ) -> TuneReport:
@@ -76,6 +77,8 @@ def tune(
         peers: let installed third-party candidates compete, too. Some spend a minute on tuning themselves at
             every new shape; without it the budget goes to PyTorch's candidates and our own.
         force: measure again what the table knows already.
+        thorough: try every launch configuration that candidates declare, not the first few, and hold again
+            the contests that did not. That takes minutes a key: set `budget_s` to match.
         jobs: contests whose candidates compile and are verified side by side, in a process each; each takes
             memory. They are timed alone, one after the other. 0: as many as suit the machine, up to 4.
         announce: hears one line of progress per stage.
@@ -116,7 +119,7 @@ def tune(
             workers.start()  # nothing is known yet: contests are certain, and workers load beside the step
         with recording() as recorded:
             step()
-        done, wanted = _sorted(recorded, regimes, peers, force)
+        done, wanted = _sorted(recorded, regimes, peers, force, thorough)
         found = _settled(wanted, workers, budget_s, announce)
     unsettled = {name: str(error) for (name, _), error in found.items() if isinstance(error, ContestError)}
     held = [verdicts for verdicts in found.values() if not isinstance(verdicts, ContestError)]
@@ -128,7 +131,7 @@ def tune(
 
 
 def _sorted(
-    recorded: Recorded, regimes: Sequence[str] | None, peers: bool, force: bool
+    recorded: Recorded, regimes: Sequence[str] | None, peers: bool, force: bool, thorough: bool
 ) -> tuple[list[Verdict], dict[Place, Wanted]]:
     """What the tables know of a step, and the contests to hold for the rest."""
     done: list[Verdict] = []
@@ -137,12 +140,13 @@ def _sorted(
     for (name, device), (op, case) in recorded.items():
         own = ("compiled",) if name.endswith(" compiled") else _regimes(case, regimes)
         names = [key(op, case, regime) for regime in own]
-        known = [] if force else _known(op, names, case, peers)
+        known = [] if force else _known(op, names, case, peers, thorough)
         done += known
         rows = {(each, policy.store.path(device)) for each in names}
         if not known and not rows <= covered:
             covered |= rows
-            wanted[name, device] = Wanted(op, case, own, _PER_KEY_S, {} if peers else _uninvited(op))
+            skip = {} if peers else _uninvited(op)
+            wanted[name, device] = Wanted(op, case, own, _PER_KEY_S, skip, thorough=thorough)
     return done, wanted
 
 
@@ -225,16 +229,17 @@ def _tables() -> bool:
         return False
 
 
-def _known(op: Op, names: Sequence[str], case: Case, peers: bool) -> list[Verdict]:
-    """The table's verdicts for all of `names`; none if one is missing, stale, or leaves out a wanted peer or
-    what can take the case by now (with the compiler, say, that was missing)."""
+def _known(op: Op, names: Sequence[str], case: Case, peers: bool, thorough: bool) -> list[Verdict]:
+    """The table's verdicts for all of `names`; none if one is missing, stale, not as thorough as asked, or
+    leaves out a wanted peer or what can take the case by now (with the compiler, say, that was missing)."""
     found = [policy.store.lookup(op, name, case.device) for name in names]
     verdicts = [f.verdict for f in found if f and not f.stale]
     trials = [trial for verdict in verdicts for trial in verdict.trials]
     left_out = peers and any(trial.rejected == _NOT_ASKED for trial in trials)
     unable = {trial.candidate for trial in trials if not trial.able}
     able_now = any(c.name in unable and not c.reasons(op.bucket(case)) for c in op.candidates)
-    return [] if len(verdicts) < len(names) or left_out or able_now else verdicts
+    short = thorough and not all(verdict.thorough for verdict in verdicts)
+    return [] if len(verdicts) < len(names) or left_out or able_now or short else verdicts
 
 
 def _uninvited(op: Op) -> dict[str, str]:
@@ -260,8 +265,8 @@ def _hold(wanted: Sequence[Wanted], workers: Workers) -> list[Outcome]:
 
 
 def _held_here(wanted: Wanted) -> Outcome:
-    op, case, regimes, budget_s, skip, _ = wanted
+    op, case, regimes, budget_s, skip, _, thorough = wanted
     try:
-        return contest(op, case, regimes, budget_s=budget_s, skip=skip)
+        return contest(op, case, regimes, budget_s=budget_s, skip=skip, thorough=thorough)
     except ContestError as error:
         return error

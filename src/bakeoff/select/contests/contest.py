@@ -5,9 +5,9 @@ crashes or hangs is a rejection and not the end of a training run.
 """
 
 import datetime
-import gc
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,26 +15,31 @@ import torch
 from bakeoff import hardware
 from bakeoff.errors import ContestError
 from bakeoff.select.contests.apart import keep_apart
-from bakeoff.select.contests.measure import GraphTimer, HostTimer, Timer, Timing, input_sets, interleave, work
+from bakeoff.select.contests.failure import printable, reason
+from bakeoff.select.contests.measure import (
+    GraphTimer,
+    HostTimer,
+    Timer,
+    Timing,
+    Work,
+    beats,
+    input_sets,
+    release,
+    timed,
+    work,
+)
+from bakeoff.select.contests.screening import Entrant, Screening
 from bakeoff.select.contests.verdict import Trial, Verdict, decide
-from bakeoff.select.contests.verify import Errors, Inaccurate, Rejected, Yardstick, verify, yardsticks
+from bakeoff.select.contests.verify import Errors, Inaccurate, Yardstick, verify, yardsticks
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.key import key
 from bakeoff.select.declare.op import Op
 
-__all__ = ["DeviceLost", "contest", "regimes_of", "timers_for"]
+__all__ = ["contest", "regimes_of", "timers_for"]
 
 Announce = Callable[[str], None]
 _BASELINE = "a baseline: timed by `bakeoff bench` alone, and never chosen"
-
-
-class DeviceLost(ContestError):
-    """A candidate broke the CUDA context; nothing more can run in this process."""
-
-    def __init__(self, candidate: str, reason: str) -> None:
-        super().__init__(f"{candidate}: {reason}")
-        self.candidate, self.reason = candidate, reason
 
 
 def regimes_of(case: Case) -> tuple[str, ...]:
@@ -58,6 +63,7 @@ def contest(
     clock: Callable[[], float] = time.perf_counter,
     skip: Mapping[str, str] | None = None,
     for_the_record: bool = False,
+    thorough: bool = False,
     announce: Announce = lambda stage: None,
     ready: Callable[[], None] = lambda: None,
 ) -> list[Verdict]:
@@ -65,10 +71,12 @@ def contest(
     device); candidates are verified at the case as it is, too.
 
     `budget_s` bounds the time spent measuring (verification comes on top); `skip` names candidates already
-    known to be out, with the reason; `for_the_record`, baselines and candidates that are out for their error
-    alone are timed, too, without a chance to win, and on a GPU all that are timed are weighed; `announce`
-    hears each stage as it begins (``candidate: stage``), and the candidate's bare name before each sample;
-    `ready` is called before the first thing is timed, and returns when the device is free for it.
+    known to be out, with the reason, or variants of them (`bakeoff.select.declare.variants.label`);
+    `for_the_record`, baselines and candidates that are out for their error alone are timed, too, without a
+    chance to win, and on a GPU all that are timed are weighed; `thorough`, all variants of the candidates
+    that pass are tried, which takes minutes (`bakeoff.select.contests.screening`), else the first few;
+    `announce` hears each stage as it begins (``candidate: stage``), and the candidate's bare name before each
+    sample; `ready` is called before the first thing is timed, and returns when the device is free for it.
     """
     op.check(case)
     called, case = case, op.bucket(case)
@@ -78,29 +86,38 @@ def contest(
     out |= skip or {}
     try:
         stick, passed, rejected, inaccurate = _qualify(op, case, called, out, announce)
-        timed = {*passed, *(inaccurate if for_the_record else ())}
-        _release(case)
+        screening = Screening(op, case, skip or {}, thorough=thorough, announce=announce, clock=clock)
+        screening.compile(stick, list(passed), budget_s)
+        timed_too = inaccurate if for_the_record else ()
+        entrants = {name: c for name, c in op.by_name.items() if name in passed or name in timed_too}
+        release(case)
         hashes = {candidate.name: candidate.source_hash for candidate in op.candidates}  # can take a second
         ready()
+        tuned = screening.entrants(called, timers, regimes, budget_s)
+        entrants |= {entrant.label: entrant.candidate for entrant in tuned.values()}
         sets = input_sets(op, case, 3 * hardware.l2_bytes(case.device))
     except torch.cuda.OutOfMemoryError as error:
         name = key(op, case, regimes[0])
         raise ContestError(f"not enough GPU memory to hold a contest for {name}") from error
     before = hardware.pulse(case.device)
+    share = (budget_s if thorough else screening.left(budget_s)) / len(regimes)
     measured = {}
     for regime in regimes:
-        share = budget_s / len(regimes)
-        measured[regime] = _measure(op, case, regime, timed, sets, timers[regime], share, clock, announce)
+        measured[regime] = _measure(op, case, regime, entrants, sets, timers[regime], share, clock, announce)
     warning = hardware.disturbance(case.device, before)
     del sets
-    rejected |= _recheck(op, stick, passed)
+    wrong = _recheck(op, stick, {name: c for name, c in entrants.items() if name not in inaccurate}, announce)
     del stick
-    _release(case)
-    peaks = _peaks(op, case, sorted(timed), announce) if for_the_record else {}
-    return [
-        _verdict(op, case, regime, hashes, passed, timings, {**rejected, **unfit}, peaks, warning)
-        for regime, (timings, unfit) in measured.items()
-    ]
+    release(case)
+    peaks = _peaks(op, case, entrants, announce) if for_the_record else {}
+    verdicts = []
+    for regime, (timings, unfit) in measured.items():
+        out = {**rejected, **wrong, **unfit}
+        trials = _trials(
+            op, case, hashes, passed, timings, out, peaks, tuned, screening, everything=for_the_record
+        )
+        verdicts.append(_verdict(op, case, regime, trials, warning, thorough=thorough))
+    return verdicts
 
 
 def _qualify(
@@ -127,7 +144,7 @@ def _qualify(
                 if name not in passed:
                     keep_apart(candidate, stick)
             except Exception as error:  # whatever a candidate raises is its rejection
-                rejected[name] = _reason(candidate, error)
+                rejected[name] = reason(name, error)
                 passed.pop(name, None)
                 if isinstance(error, Inaccurate):
                     inaccurate.add(name)
@@ -145,30 +162,33 @@ def _qualify(
     return kept, passed, rejected, inaccurate
 
 
-def _recheck(op: Op, stick: Yardstick, passed: Mapping[str, Any]) -> dict[str, str]:
+def _recheck(
+    op: Op, stick: Yardstick, entrants: Mapping[str, Candidate], announce: Announce
+) -> dict[str, str]:
     """Verify once more after all the timed calls: what was right at first must still be right."""
     wrong = {}
-    for name in passed:
-        if name == op.incumbent.name:
+    for name, candidate in entrants.items():
+        if candidate is op.incumbent:
             continue
+        announce(name)
         try:
-            verify(op, op.by_name[name], [stick])
+            verify(op, candidate, [stick])
         except Exception as error:
-            wrong[name] = f"after {name} had been timed: {_reason(op.by_name[name], error)}"
+            wrong[name] = f"after {name} had been timed: {reason(name, error)}"
     return wrong
 
 
-def _peaks(op: Op, case: Case, names: Sequence[str], announce: Announce) -> dict[str, int]:
-    """`_peak` of each candidate; nothing on the CPU, and for what doesn't fit beside the caching allocator's
-    other blocks."""
+def _peaks(op: Op, case: Case, entrants: Mapping[str, Candidate], announce: Announce) -> dict[str, int]:
+    """`_peak` of each; nothing on the CPU, and for what doesn't fit beside the caching allocator's other
+    blocks."""
     found = {}
-    for name in names if case.device.startswith("cuda") else ():
+    for name in sorted(entrants) if case.device.startswith("cuda") else ():
         announce(f"{name}: weigh")
         try:
-            found[name] = _peak(op, case, op.by_name[name])
+            found[name] = _peak(op, case, entrants[name])
         except Exception as error:
-            _reason(op.by_name[name], error)  # what breaks the device is out; else it was timed, which counts
-        _release(case)
+            reason(name, error)  # what breaks the device is out; else it was timed, which counts
+        release(case)
     return found
 
 
@@ -188,55 +208,25 @@ def _measure(
     op: Op,
     case: Case,
     regime: str,
-    timed: Collection[str],
+    entrants: Mapping[str, Candidate],
     sets: Sequence[tuple[list[Any], list[Any]]],
     timer: Timer,
     budget_s: float,
     clock: Callable[[], float],
     announce: Announce,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    samplers: dict[str, Callable[[], float]] = {}
-    rejected: dict[str, str] = {}
-    for candidate in op.candidates:
-        if candidate.name not in timed:
-            continue
-        unfit = _unfit(candidate, regime)
-        if unfit:
-            rejected[candidate.name] = unfit
-            continue
-        announce(f"{candidate.name}: measure ({regime})")
-        call = _in_situ(candidate.implementation) if regime == "compiled" else candidate.implementation
-        try:
-            samplers[candidate.name] = timer.sampler(work(op, case, call, sets))
-        except Exception as error:
-            rejected[candidate.name] = _reason(candidate, error)
-    while op.incumbent.name in samplers:
-        try:
-            watched = {name: _watched(name, sample, announce) for name, sample in samplers.items()}
-            return interleave(watched, budget_s, clock), rejected
-        except _Failed as failed:  # it is out, and the others start again
-            rejected[failed.candidate] = _reason(op.by_name[failed.candidate], failed.error)
-            del samplers[failed.candidate]
-    raise ContestError(f"{op.name}: the incumbent can't be measured: {rejected[op.incumbent.name]}")
+    unfit = {name: why for name, candidate in entrants.items() if (why := _unfit(candidate, regime))}
 
+    def prepared(name: str) -> Work:
+        announce(f"{name}: measure ({regime})")
+        call = entrants[name].implementation
+        return work(op, case, _in_situ(call) if regime == "compiled" else call, sets)
 
-class _Failed(Exception):
-    def __init__(self, candidate: str, error: Exception) -> None:
-        super().__init__(candidate)
-        self.candidate, self.error = candidate, error
-
-
-def _watched(name: str, sample: Callable[[], float], announce: Announce) -> Callable[[], float]:
-    """`sample`, with the candidate's name on what goes wrong in it, also on a crash or a hang."""
-
-    def watched() -> float:
-        announce(name)
-        try:
-            return sample()
-        except Exception as error:
-            raise _Failed(name, error) from error
-
-    return watched
+    works = {name: partial(prepared, name) for name in entrants if name not in unfit}
+    timings, failed = timed(works, timer, budget_s, clock, announce)
+    if not timings:
+        raise ContestError(f"{op.name}: the incumbent can't be measured: {failed[op.incumbent.name]}")
+    return timings, {**unfit, **failed}
 
 
 def _unfit(candidate: Candidate, regime: str) -> str | None:
@@ -265,63 +255,52 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _verdict(
+def _trials(
     op: Op,
     case: Case,
-    regime: str,
     hashes: Mapping[str, str],
     passed: Mapping[str, tuple[Errors, bool]],
     timings: Mapping[str, Timing],
     rejected: Mapping[str, str],
     peaks: Mapping[str, int],
-    warning: str,
-) -> Verdict:
+    tuned: Mapping[str, Entrant],
+    screening: Screening,
+    *,
+    everything: bool,
+) -> list[Trial]:
+    """A trial per candidate: with its variant where that beat its default, else with the default."""
     trials = []
-    rejected = {name: _printable(reason) for name, reason in rejected.items()}
     for candidate in op.candidates:
-        errors, deterministic = passed.get(candidate.name, (None, candidate.deterministic))
+        name, place, variant = candidate.name, candidate.name, ""
+        errors, deterministic = passed.get(name, (None, candidate.deterministic))
+        entrant = tuned.get(name)
+        if entrant and name not in rejected:
+            if entrant.label in rejected:
+                screening.reject(name, entrant.variant, rejected[entrant.label])
+            elif beats(timings[entrant.label], timings[name]):
+                place, variant = entrant.label, entrant.variant
+                errors, deterministic = entrant.errors, entrant.repeats
         trials.append(
             Trial(
-                candidate.name,
-                hashes[candidate.name],
-                timings.get(candidate.name),
+                name,
+                hashes[name],
+                timings.get(place),
                 errors,
                 deterministic,
-                rejected.get(candidate.name),
-                peaks.get(candidate.name),
+                printable(rejected[name]) if name in rejected else None,
+                peaks.get(place),
                 able=not candidate.reasons(case),
+                variant=variant,
+                variants=screening.record(name, variant, everything=everything),
             )
         )
+    return trials
+
+
+def _verdict(
+    op: Op, case: Case, regime: str, trials: Sequence[Trial], warning: str, *, thorough: bool
+) -> Verdict:
     winner, why = decide([trial for trial in trials if not op.by_name[trial.candidate].baseline])
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    cost = op.cost(case)
-    return Verdict(key(op, case, regime), op.name, regime, winner, why, tuple(trials), cost, date, warning)
-
-
-def _printable(text: str) -> str:
-    """`text` as one line that is safe to print and to keep in a table."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
-def _reason(candidate: Candidate, error: Exception) -> str:
-    if isinstance(error, Rejected):
-        return str(error)
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        torch.cuda.empty_cache()
-        return "CUDA out of memory"
-    try:
-        text = str(error)
-    except Exception as unprintable:
-        text = f"(its text can't be had: {type(unprintable).__name__})"
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    first = " ".join(lines[: 2 if lines[0].endswith(":") else 1])  # a heading says nothing alone
-    reason = f"{type(error).__name__}: {first[:300]}"
-    if "CUDA error" in first or "CUDA driver error" in first:
-        raise DeviceLost(candidate.name, reason) from error
-    return reason
-
-
-def _release(case: Case) -> None:
-    if case.device.startswith("cuda"):
-        gc.collect()
-        torch.cuda.empty_cache()
+    cost, name = op.cost(case), key(op, case, regime)
+    return Verdict(name, op.name, regime, winner, why, tuple(trials), cost, date, warning, thorough)

@@ -1,9 +1,11 @@
 """Measurement: interleaved, over rotated inputs, until the answer is narrow or the budget is spent.
 
 A timer turns a contestant's work into a sampler, a function that returns one sample in seconds per
-call. `interleave` draws samples round-robin, so that drifting clocks hit every contestant alike.
+call. `interleave` draws samples round-robin, so that drifting clocks hit every contestant alike; `timed` does
+so for contestants of which some may fail.
 """
 
+import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +15,24 @@ import msgspec
 import torch
 
 from bakeoff.select.contests.draw import cotangent, inputs
+from bakeoff.select.contests.failure import reason
 from bakeoff.select.contests.verify import gradients
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.op import Op
 
-__all__ = ["GraphTimer", "HostTimer", "Timer", "Timing", "Work", "interleave", "margin", "work"]
+__all__ = [
+    "GraphTimer",
+    "HostTimer",
+    "Timer",
+    "Timing",
+    "Work",
+    "beats",
+    "interleave",
+    "margin",
+    "release",
+    "timed",
+    "work",
+]
 
 Work = Sequence[Callable[[], Any]]
 """The same call on different input sets."""
@@ -163,6 +178,13 @@ def input_sets(
     return sets
 
 
+def release(case: Case) -> None:
+    """Give device memory that nothing holds any more back to the device."""
+    if case.device.startswith("cuda"):
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def interleave(
     samplers: Mapping[str, Sampler], budget_s: float, clock: Clock = time.perf_counter
 ) -> dict[str, Timing]:
@@ -175,6 +197,54 @@ def interleave(
     finalists = {*list(samplers)[:1], *sorted(first, key=lambda name: first[name].us)[:2]}
     order = [name for name in samplers if name in finalists]
     return {**first, **_rounds(samplers, order, clock() + budget_s / 3, clock, patience_s=3 * budget_s)}
+
+
+def timed(
+    works: Mapping[str, Callable[[], Work]],
+    timer: Timer,
+    budget_s: float,
+    clock: Clock,
+    announce: Callable[[str], None],
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """`interleave` of the contestants that can be sampled, and why the others can't; no times where the first
+    is among these. Before each sample the contestant's name is announced: it may crash or hang in it."""
+    failed: dict[str, str] = {}
+    samplers: dict[str, Sampler] = {}
+    for name, make in works.items():
+        try:
+            samplers[name] = timer.sampler(make())
+        except Exception as error:  # whatever a contestant raises
+            failed[name] = reason(name, error)
+    while samplers and next(iter(works)) in samplers:
+        try:
+            watched = {name: _watched(name, sample, announce) for name, sample in samplers.items()}
+            return interleave(watched, budget_s, clock), failed
+        except _Failed as failure:  # it is out, and the others start again
+            failed[failure.name] = reason(failure.name, failure.error)
+            del samplers[failure.name]
+    return {}, failed
+
+
+class _Failed(Exception):
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(name)
+        self.name, self.error = name, error
+
+
+def _watched(name: str, sample: Sampler, announce: Callable[[str], None]) -> Sampler:
+    def watched() -> float:
+        announce(name)
+        try:
+            return sample()
+        except Exception as error:
+            raise _Failed(name, error) from error
+
+    return watched
+
+
+def beats(challenger: Timing, base: Timing) -> bool:
+    """Whether the challenger is faster by more than the `margin`."""
+    return base.us / challenger.us > 1 + margin(base, challenger)
 
 
 def margin(base: Timing, challenger: Timing) -> float:

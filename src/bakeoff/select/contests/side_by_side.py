@@ -35,6 +35,7 @@ class Wanted(NamedTuple):
     budget_s: float
     skip: Mapping[str, str] = {}
     for_the_record: bool = False
+    thorough: bool = False
 
 
 class Workers:

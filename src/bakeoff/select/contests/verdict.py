@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bakeoff.select.contests.measure import Timing, margin
+from bakeoff.select.contests.measure import Timing, beats, margin
 from bakeoff.select.contests.verify import Errors
 from bakeoff.select.declare.case import Cost
 
@@ -27,6 +27,10 @@ class Trial(msgspec.Struct, frozen=True):
     """Device memory that one call adds at its peak, outputs and gradients included; benchmarks ask for it."""
     able: bool = True
     """Whether it could take the case where and when the contest was held (else `rejected` says why not)."""
+    variant: str = ""
+    """The launch configuration (`bakeoff.select.declare.variants`) that all this was measured with."""
+    variants: dict[str, float | str] = {}
+    """Each configuration that was tried: microseconds in the screening, or why it is out."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -42,6 +46,12 @@ class Verdict(msgspec.Struct, frozen=True):
     date: str
     warning: str = ""
     """Why the times deserve little trust (a busy or drifting device), or empty."""
+    thorough: bool = False
+    """Whether all variants of the candidates that passed took part, and not the first few alone."""
+
+    def variant(self, candidate: str) -> str:
+        """The launch configuration that `candidate` was measured with; "" is its default."""
+        return next((trial.variant for trial in self.trials if trial.candidate == candidate), "")
 
     @property
     def timings(self) -> dict[str, Timing]:
@@ -65,7 +75,7 @@ def decide(trials: Sequence[Trial]) -> tuple[str, str]:
     (incumbent, base), *challengers = timed
     if not challengers:
         return incumbent, "no other candidate qualified"
-    better = [(n, t) for n, t in challengers if _beats(t, base)]
+    better = [(n, t) for n, t in challengers if beats(t, base)]
     if not better:
         name, timing = min(challengers, key=_us)
         gain = base.us / timing.us
@@ -75,7 +85,7 @@ def decide(trials: Sequence[Trial]) -> tuple[str, str]:
         return incumbent, f"{name} is only {gain - 1:.1%} faster, within the margin of {needed:.1%}"
     fastest = min(better, key=_us)
     anew, others = dict(better).get("compiled"), [pair for pair in better if pair[0] != "compiled"]
-    if anew and others and not _beats(anew, min(others, key=_us)[1]):
+    if anew and others and not beats(anew, min(others, key=_us)[1]):
         better = others
     best_name, best = min(better, key=_us)
     name, timing = next((n, t) for n, t in better if t.us <= best.us * (1 + TIE))
@@ -85,10 +95,6 @@ def decide(trials: Sequence[Trial]) -> tuple[str, str]:
     if fastest[0] != best_name:
         text += f"; {fastest[0]} is {best.us / fastest[1].us - 1:.1%} faster, but made anew in each process"
     return name, text
-
-
-def _beats(challenger: Timing, base: Timing) -> bool:
-    return base.us / challenger.us > 1 + margin(base, challenger)
 
 
 def _us(contestant: tuple[str, Timing]) -> float:

@@ -3,7 +3,8 @@
 The parent writes one request a line; the worker answers with stages as they begin and with the verdicts.
 Before it measures, it says that it is ready and waits for a line.
 A crash, a hang or a lost CUDA context ends the worker: the candidate at work is rejected with the reason,
-and a new worker holds the contest again without it.
+and a new worker holds the contest again without it. Of a candidate whose variant was at work that alone is
+rejected.
 """
 
 import contextlib
@@ -21,15 +22,18 @@ import msgspec
 import torch
 
 from bakeoff.errors import ContestError
-from bakeoff.select.contests.contest import DeviceLost, contest
+from bakeoff.select.contests.contest import contest
+from bakeoff.select.contests.failure import DeviceLost
 from bakeoff.select.contests.verdict import Verdict
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.op import Op
+from bakeoff.select.declare.variants import EVERY, label, named
 
 __all__ = ["STAGE_LIMIT_S", "Worker", "home_of", "op_at"]
 
 STAGE_LIMIT_S = 120.0
 """What a candidate may take to compile and be verified, or to be measured once."""
+_MOST_DEATHS = 3  # by variants of one candidate, before the others are left out: the contest begins anew
 STAGE_MARK = b"\0"
 """What the worker writes to its standard error as a stage begins: complaints before it were about another."""
 
@@ -43,6 +47,7 @@ class Request(msgspec.Struct):
     budget_s: float
     skip: dict[str, str]
     for_the_record: bool
+    thorough: bool
     deterministic: bool
     threads: int
     matmul_precision: str
@@ -99,6 +104,7 @@ class Worker:
         budget_s: float,
         skip: Mapping[str, str] | None = None,
         for_the_record: bool = False,
+        thorough: bool = False,
         ready: Callable[[], None] = lambda: None,
     ) -> list[Verdict]:
         """As `bakeoff.select.contests.contest.contest`, whatever the candidates do to their process."""
@@ -107,7 +113,7 @@ class Worker:
             raise ContestError(f"{op.name} can't be imported by a worker process; set Op.home")
         out = dict(skip or {})
         while True:
-            self._send(Request(home, case, regimes, budget_s, out, for_the_record, *_numerics()))
+            self._send(Request(home, case, regimes, budget_s, out, for_the_record, thorough, *_numerics()))
             try:
                 at_work, reason, verdicts = self._listen(ready)
             except BaseException:  # of those who hear: it is in the middle of a contest
@@ -118,9 +124,12 @@ class Worker:
             if not at_work:
                 raise ContestError(reason)
             self.close()
-            if at_work not in op.by_name or at_work == op.incumbent.name or at_work in out:
+            name, variant = named(at_work)
+            if name not in op.by_name or name == op.incumbent.name or at_work in out:
                 raise ContestError(f"{op.name}: the contest failed while at '{at_work}': {reason}")
             out[at_work] = reason
+            if variant and sum(named(other)[0] == name for other in out) >= _MOST_DEATHS:
+                out[label(name, EVERY)] = f"{_MOST_DEATHS} of its variants ended the process they ran in"
 
     def close(self) -> None:
         """End the process, at once, with everything it started."""
@@ -329,6 +338,7 @@ def main(descriptor: int) -> None:
                     budget_s=request.budget_s,
                     skip=request.skip,
                     for_the_record=request.for_the_record,
+                    thorough=request.thorough,
                     announce=lambda stage: say(Answer(stage=stage)),
                     ready=ready,
                 )
