@@ -204,7 +204,7 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(**_: object) -> None:
         raise KeyError("a defect")
 
     monkeypatch.setattr("bakeoff.apps.cli.listing.run", broken)

@@ -28,6 +28,7 @@ from bakeoff.select.contests.measure import Timing, input_sets, interleave, work
 from bakeoff.select.contests.side_by_side import Wanted, Workers
 from bakeoff.select.declare.key import key
 from bakeoff.select.declare.variants import bound
+from bakeoff.timing import Clock, seconds_per_call
 
 __all__ = ["SelectionRow", "overhead_us", "regret_rows", "run_selection", "summary"]
 
@@ -245,7 +246,7 @@ def overhead_us(
     *,
     rounds: int = 200,
     calls: int = 50,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> float:
     """Median over `rounds` of (time of `selected` - time of `direct`), microseconds a call, alternating the
     two.
@@ -254,12 +255,7 @@ def overhead_us(
     """
 
     def taken(call: Callable[[], Any]) -> float:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
-        start = clock()
-        for _ in range(calls):
-            call()
-        return (clock() - start) / calls * 1e6
+        return 1e6 * seconds_per_call([call], calls, device, clock=clock, host_only=True)
 
     taken(selected), taken(direct)
     return statistics.median(taken(selected) - taken(direct) for _ in range(rounds))

@@ -8,15 +8,15 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from bakeoff.device import synchronize
 from bakeoff.errors import ContestError
 from bakeoff.models.llm_med import Config, LLMMed
 from bakeoff.select import tune, using
+from bakeoff.timing import seconds_per_call
 
 __all__ = ["measured"]
 
@@ -62,13 +62,6 @@ def _once(device: str, folder: str) -> dict[str, Any]:
     return found
 
 
-def timed(step: Callable[[], None]) -> float:
-    """Seconds that `step` takes."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
 def main(device: str) -> None:
     """Tune once and print what it took as JSON."""
     cuda = device.startswith("cuda")
@@ -81,12 +74,11 @@ def main(device: str) -> None:
             _, loss = model(ids[:, :-1], ids[:, 1:])
         loss.backward()
         model.zero_grad(set_to_none=True)
-        if cuda:
-            torch.cuda.synchronize(device)
+        synchronize(device)  # so that tuning, which runs this step, counts all of it
 
     with using("off"):
         step()  # the device's own start is not tuning
-    first_s = timed(step)
+    first_s = seconds_per_call([step], 1, device)
     report = tune(step, 120.0)
     step()
     print(
@@ -102,7 +94,7 @@ def main(device: str) -> None:
                 "unsettled": report.unsettled,
                 "tune_s": report.seconds,
                 "first_s": first_s,
-                "step_s": timed(step),
+                "step_s": seconds_per_call([step], 1, device),
             }
         )
     )

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +24,11 @@ from bakeoff.apps.train import Config, recipe, resolve
 from bakeoff.apps.train.data import Batches, ByteCorpus, split
 from bakeoff.apps.train.selection import choices, settle
 from bakeoff.apps.train.step import Stepper, uses_bf16
+from bakeoff.device import synchronize
 from bakeoff.graphs.sync import WAITED, sync_mode
 from bakeoff.models import build
 from bakeoff.select import tune, using
+from bakeoff.timing import seconds_per_call
 
 __all__ = ["MODES", "StepRow", "run_step"]
 
@@ -157,7 +158,7 @@ def measured(config: Config, device: torch.device, mode: str, steps: int, budget
 
         for _ in range(_WARM):
             step()
-        times = sorted(_block(step, steps, device) for _ in range(_BLOCKS))
+        times = sorted(seconds_per_call([step], steps, device) for _ in range(_BLOCKS))
         launches, kernels = _launches(step, device)
         syncs = _syncs(step, device)
         median = statistics.median(times)
@@ -208,21 +209,6 @@ def _reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _block(step: Callable[[], None], steps: int, device: torch.device) -> float:
-    """Seconds a step."""
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    _wait(device)
-    return (time.perf_counter() - start) / steps
-
-
 def _launches(step: Callable[[], None], device: torch.device) -> tuple[int | None, int | None]:
     """(what the host asks the driver for, what the device runs) in a step, by the profiler."""
     if device.type != "cuda":
@@ -230,7 +216,7 @@ def _launches(step: Callable[[], None], device: torch.device) -> tuple[int | Non
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         step()
-        _wait(device)
+        synchronize(device)
     events = list(profiler.events())
     asked = sum(event.name.startswith(_LAUNCHES) for event in events)
     ran = sum(str(event.device_type).endswith("CUDA") for event in events)

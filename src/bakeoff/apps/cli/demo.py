@@ -6,18 +6,20 @@ from pathlib import Path
 
 import click
 import msgspec
+import torch
 from rich.console import Console
 
 from bakeoff.apps.bench import results
 from bakeoff.apps.cli import doctor
 from bakeoff.apps.cli.generating import continuation
-from bakeoff.apps.cli.terminal import console, counted, device_named, working
-from bakeoff.apps.cli.training import print_unsettled, program, rehearsed
+from bakeoff.apps.cli.terminal import console, counted, working
+from bakeoff.apps.cli.training import program
+from bakeoff.apps.cli.tuning import print_unsettled, rehearsed
 from bakeoff.apps.compare import Document, compared, match, model_of, pair, parameters, table
 from bakeoff.apps.train import Config, ConfigError, Result, load_run, train
 from bakeoff.apps.train.checkpoint import steps
 from bakeoff.apps.train.data import ByteCorpus, DataError, split
-from bakeoff.apps.train.device import pick_device
+from bakeoff.device import named_device
 from bakeoff.paths import expanded
 from bakeoff.select.choose import policy
 
@@ -36,7 +38,7 @@ SAMPLE_BYTES = 300
 def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, device: str) -> None:
     """Doctor, tune, train both models, compare, sample; every part says what it found and where it is."""
     start = time.monotonic()
-    device = device_named(device)
+    device = str(named_device(device))
     out = out or Path("runs", f"demo-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         configs = demo_configs(device, seconds, data, out, quick)
@@ -121,7 +123,7 @@ def _make_folders(out: Path, configs: tuple[Config, Config]) -> None:
 
 def _compare(configs: tuple[Config, Config], found: list[Result], device: str, out: Console) -> None:
     med, spectral = configs
-    torch_device = pick_device(device)
+    torch_device = torch.device(device)
     document = Document(
         env=results.environment(device),
         first=model_of(spectral, spectral.recipe),

@@ -9,13 +9,13 @@ import importlib.util
 import re
 import statistics
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from bakeoff.apps.compare.document import SIDES, Document, read
+from bakeoff.apps.tabular import markdown_table
 
 __all__ = ["block", "filled"]
 
@@ -75,7 +75,7 @@ def _quality(document: Document) -> str:
                 f"{statistics.fmean(bits):.4f}{spread}" if bits else "not finite",
             )
         )
-    return _grid(heads, lines)
+    return markdown_table(heads, lines)
 
 
 def _verdict(document: Document) -> str:
@@ -100,17 +100,11 @@ def _speed(document: Document) -> str:
         peaks = [f"{row.peak_bytes / 2**20:,.0f}" if row and row.peak_bytes else "-" for row in (one, two)]
         count = next(row.rows for row in (one, two) if row)
         lines.append((str(length), str(count), mode, *steps, ratio, *infer, *peaks))
-    return _grid(heads, lines)
+    return markdown_table(heads, lines)
 
 
 def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
-
-
-def _grid(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    heads = list(heads)
-    rows = [heads, ["---"] * len(heads), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _curves(document: Document) -> Any:
