@@ -27,13 +27,14 @@ from bakeoff import hardware
 from bakeoff.apps.bench.suites import Cell
 from bakeoff.errors import BakeoffError
 from bakeoff.paths import contents
-from bakeoff.select import Op, Trial, Verdict, registry
+from bakeoff.select import Candidate, Op, Trial, Verdict, registry
 
 __all__ = [
     "Env",
     "File",
     "ResultsError",
     "Row",
+    "candidate_of",
     "cell_of",
     "changed",
     "commit",
@@ -305,11 +306,16 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def current(row: dict[str, Any]) -> bool:
-    """Whether the candidate a row measured still has that source. A peer's hash holds the version installed
-    where it was measured, which says nothing here."""
+def candidate_of(row: dict[str, Any]) -> Candidate | None:
+    """The candidate that a row measured, or None where there is none of that name any more."""
     op = declared().get(row["op"])
-    candidate = op.by_name.get(row["candidate"]) if op else None
+    return op.by_name.get(row["candidate"]) if op else None
+
+
+def current(row: dict[str, Any]) -> bool:
+    """Whether the candidate a row measured still has that source. Third-party candidates count as current:
+    their hash contains the version that was installed on the measuring machine."""
+    candidate = candidate_of(row)
     if candidate is None:
         return False
     return not set(candidate.requires) <= {"triton"} or candidate.source_hash == row["source_hash"]
@@ -317,8 +323,7 @@ def current(row: dict[str, Any]) -> bool:
 
 def ours(row: dict[str, Any]) -> bool:
     """Whether the candidate a row measured runs kernels of this package."""
-    op = declared().get(row["op"])
-    candidate = op.by_name.get(row["candidate"]) if op else None
+    candidate = candidate_of(row)
     return candidate is not None and bool(candidate.launches)
 
 
