@@ -1,7 +1,8 @@
 """Committed measurements: each file keeps the format, and no row passes for today's whose source has changed.
 
 On the card measured last, a candidate that has changed since must be measured again or be named stale in the
-README. Files of other cards stay as they are: the README says how many of their rows measured earlier sources.
+README. Files of other cards stay as they are, and the README says how many of their rows measured earlier
+sources.
 """
 
 import copy
