@@ -107,8 +107,8 @@ KINDS: dict[str, type[msgspec.Struct]] = {"op": OpRow, "tune_s": TuneRow, "ranks
 
 
 def problems(document: dict[str, Any], stale: str = "", *, newest: bool = True) -> list[str]:
-    """What is wrong with a results file, in words; `stale` is the README's text that names stale candidates of
-    the newest card."""
+    """What is wrong with a results file, in words; `stale` is the README's text that names the stale
+    candidates of the newest card."""
     if document.get("schema") != 1:
         return [f"schema is {document.get('schema')!r}, expected 1"]
     found = []

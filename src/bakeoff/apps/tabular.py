@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["Column", "markdown_table", "named_values", "terminal_table"]
 
@@ -43,7 +44,7 @@ def terminal_table(
             min_width=max([*widths[number : number + 1], *names], default=None),
         )
     for row, style in itertools.zip_longest(lines, styles, fillvalue=""):
-        table.add_row(*row, style=str(style))
+        table.add_row(*map(_plain, row), style=str(style))
     return table
 
 
@@ -53,8 +54,12 @@ def named_values(rows: Iterable[Sequence[RenderableType]]) -> Table:
     for number, row in enumerate(rows):
         for column, _ in enumerate(row) if number == 0 else ():
             table.add_column(style="bold" if column == 0 else "", overflow="fold")
-        table.add_row(*row)
+        table.add_row(*map(_plain, row))
     return table
+
+
+def _plain(cell: RenderableType) -> RenderableType:
+    return Text(cell) if isinstance(cell, str) else cell  # rich reads brackets in a string as markup
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
