@@ -51,8 +51,8 @@ def benchmark_rms_norm(
 
     Example:
         >>> from bakeoff.bench import benchmark_rms_norm
-        >>> found = benchmark_rms_norm(2, 8, 16, device="cpu", budget_s=0.1)  # doctest: +SKIP
-        >>> found["choice"] in found["times"]  # doctest: +SKIP
+        >>> result = benchmark_rms_norm(2, 8, 16, device="cpu", budget_s=0.1)  # doctest: +SKIP
+        >>> result["choice"] in result["times"]  # doctest: +SKIP
         True
     """
     B, T, D = _sizes(batch_size=batch_size, seq_len=seq_len, d_model=d_model)
@@ -107,13 +107,13 @@ def manual_kernel_benchmark(
         device, budget_s: as in `benchmark_rms_norm`.
         console: where the table goes; standard output by default.
     """
-    found = {
+    benchmarks = {
         "rms_norm": benchmark_rms_norm(device=device, budget_s=budget_s),
         "rotary": benchmark_rotary(device=device, budget_s=budget_s),
     }
     console = console or Console()
     columns = (("candidate", "name"), ("ms", "right"), ("of limit", "right"), ("error", "right"))
-    for name, result in found.items():
+    for name, result in benchmarks.items():
         console.print(f"{name}: {result['choice']} ({result['why']})", highlight=False)
         rows = [
             (f"  {candidate}", f"{ms:.4f}", f"{result['share'][candidate]:.0%}",
@@ -123,7 +123,7 @@ def manual_kernel_benchmark(
         console.print(terminal_table(columns, rows))
         for candidate, reason in result["rejected"].items():
             console.print(f"  {candidate} is out: {reason}", highlight=False, markup=False, soft_wrap=True)
-    return found
+    return benchmarks
 
 
 def _contest(op_name: str, arguments: dict[str, Any], device: str, regime: str, budget_s: float) -> Verdict:

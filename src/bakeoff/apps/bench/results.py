@@ -110,7 +110,7 @@ class Row(msgspec.Struct, kw_only=True):
     key: str = ""
     date: str = ""
     commit: str = ""
-    """Of the sources measured, as in `Env`, whose commit is that of the file's last run."""
+    """The commit of the sources measured; that of `Env` is the last run's."""
     warning: str = ""
     variant: str = ""
     """The launch configuration (`bakeoff.select.declare.variants`); "" is the candidate's default."""
@@ -200,7 +200,7 @@ def rows_of_verdict(cell: Cell, verdict: Verdict, *, variants: bool = False) -> 
 
 
 def failed_row(cell: Cell, regime: str, reason: str) -> Row:
-    """The row of a cell whose contest could not be held: the incumbent, and why."""
+    """The row of a cell whose contest could not be held: the incumbent, without a time, and the reason."""
     cost, incumbent = cell.op.cost(cell.case), cell.op.incumbent
     return Row(
         **_place(cell, regime),
@@ -269,7 +269,7 @@ def cell_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def keep(file: File, rows: Sequence[Row]) -> None:
-    """Put `rows` in place of those of the same cells."""
+    """Put `rows` in the place of the file's rows of the same cells."""
     cells_now = {row.cell for row in rows}
     file.rows = [row for row in file.rows if "op" not in row or cell_of(row) not in cells_now]
     file.rows += [msgspec.to_builtins(row) for row in rows]
@@ -296,7 +296,7 @@ def write(path: Path, file: File) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """`folder`, for one writer at a time; without a lock where there are none."""
+    """Lets one writer at a time into `folder`; no lock where the file system has none."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # writing says what is wrong
             folder.mkdir(parents=True, exist_ok=True)
@@ -348,7 +348,7 @@ def _place(cell: Cell, regime: str) -> dict[str, Any]:
 
 
 def _verified(trial: Trial) -> bool:
-    """It passed verification, and again after it had been timed (what failed then says "after ...")."""
+    """Whether it passed verification, also the one after it had been timed, whose reasons begin with "after"."""
     return trial.errors is not None and not (trial.rejected or "").startswith("after ")
 
 
@@ -367,14 +367,14 @@ def declared() -> dict[str, Op]:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
-    wanted = {package for op in declared().values() for c in op.candidates for package in c.requires}
+    versions = {}
+    required = {package for op in declared().values() for c in op.candidates for package in c.requires}
     distributions = importlib.metadata.packages_distributions()
-    for package in sorted(wanted - {"triton"}):
+    for package in sorted(required - {"triton"}):
         if importlib.util.find_spec(package):
             name = distributions.get(package, [package])[0]
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""How long the small LLM-Med takes to tune from nothing, and to start once the table is there.
+"""The time that the small LLM-Med takes to tune from nothing, and to start when its table is there.
 
-Both are measured in processes of their own, with caches (table, Triton's, Inductor's) of their own.
+Each is measured in a new process, with a table and caches of Triton and Inductor that nothing else uses.
 """
 
 import json
@@ -24,7 +24,7 @@ _LIMIT_S = 900
 
 
 def measured(device: str) -> dict[str, Any]:
-    """One row of seconds, each less those of a plain step: `bakeoff.tune` with empty caches (`tune_s`) and
+    """A row of times, each less that of a plain step: `bakeoff.tune` with empty caches (`tune_s`) and
     with full ones (`cached_start_s`), and loading the winners' compiled code in a new process (`load_s`).
 
     Raises:
@@ -58,8 +58,8 @@ def _once(device: str, folder: str) -> dict[str, Any]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ContestError(f"tuning LLM-Med small on {device} failed: {last}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    seconds: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
 
 
 def main(device: str) -> None:

@@ -42,8 +42,8 @@ def run(
         return
     budget = 2.0 if budget is None else budget
     ops = [find_op(name) for name in names] or list(declared().values())
-    wanted = _regimes(regimes, device)
-    if suite == "selection" and wanted:
+    chosen_regimes = _regimes(regimes, device)
+    if suite == "selection" and chosen_regimes:
         raise ResultsError("--regimes belongs to --suite ops: leave it out")
     count = sum(1 for op in ops for _ in cells(op, device, text))
     if not count:
@@ -60,7 +60,7 @@ def run(
                 ops,
                 device,
                 out,
-                regimes=wanted,
+                regimes=chosen_regimes,
                 text=text,
                 budget_s=budget,
                 resume=resume,

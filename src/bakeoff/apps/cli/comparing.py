@@ -43,7 +43,6 @@ def run(
     first, second = _names(words, size or ("small" if cuda else "tiny"))
     overrides = [word for word in words if "=" in word]
     both = pair(first, second, overrides, data=data, device=device, minutes=minutes, steps=steps)
-    wanted = _lengths(lengths)
     out = out or Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
     printer = console()
     limit = f"{minutes:g} minutes" if minutes is not None else f"{steps} steps"
@@ -53,7 +52,7 @@ def run(
             *both,
             out,
             seeds=seeds,
-            lengths=wanted,
+            lengths=_lengths(lengths),
             resume=resume,
             say=functools.partial(print_plain, printer),
             announce=status.update,

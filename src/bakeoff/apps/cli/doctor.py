@@ -267,13 +267,11 @@ def _table(device: str) -> TableState:
 
 
 def _packages() -> dict[str, str]:
-    wanted = {package for op in declared().values() for c in op.candidates for package in c.requires} - {
-        "triton"
-    }
+    required = {package for op in declared().values() for c in op.candidates for package in c.requires}
     optional = ("tensorboard", "wandb")
     return {
         name: package_version(name) if importlib.util.find_spec(name) else ""
-        for name in (*sorted(wanted), *optional)
+        for name in (*sorted(required - {"triton"}), *optional)
     }
 
 
@@ -282,11 +280,11 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _first(*programs: str | None) -> str | None:
-    return next((found for name in programs if name and (found := shutil.which(name))), None)
+    return next((path for name in programs if name and (path := shutil.which(name))), None)
 
 
 def _writable(folder: Path) -> bool:
-    """Whether files can be made in `folder`, or the folder itself can."""
+    """Whether files can be created in `folder`, or the folder itself can be."""
     while not os.access(folder, os.F_OK) and folder != folder.parent:  # exists() raises if it can't enter
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

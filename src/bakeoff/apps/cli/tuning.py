@@ -41,9 +41,8 @@ def run(
 def print_unsettled(report: TuneReport, out: Console) -> None:
     """The calls for which no contest was held, and why."""
     for key, reason in report.unsettled.items():
-        out.print(
-            f"not settled: {key}: {reason}", style="yellow", highlight=False, markup=False, soft_wrap=True
-        )
+        text = f"no contest for {key}: {reason}"
+        out.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def rehearsed(

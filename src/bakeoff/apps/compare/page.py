@@ -1,8 +1,8 @@
 """Comparisons in a document: ``python -m bakeoff.apps.compare.page docs/byte-spectral.md`` fills it in.
 
-Between ``<!-- comparison: FOLDER -->`` and ``<!-- end -->`` it puts what FOLDER/compare.json says, and beside
-the document, in images/, the pictures of it. ``--check`` only compares the text. Pictures need
-``pip install -e '.[report]'``.
+Between ``<!-- comparison: FOLDER -->`` and ``<!-- end -->`` it writes the results in FOLDER/compare.json; it
+draws their pictures into the folder images/ beside the document. ``--check`` only compares the text. Pictures
+need ``pip install -e '.[report]'``.
 """
 
 import importlib.util
@@ -25,11 +25,11 @@ _WIDTH, _HEIGHT = 420, 240
 
 def filled(text: str, root: Path) -> str:
     """`text` with every marked part written anew, from folders below `root`."""
-    return _MARKED.sub(lambda found: found[1] + block(found[2], root) + found[3], text)
+    return _MARKED.sub(lambda match: match[1] + block(match[2], root) + match[3], text)
 
 
 def block(folder: str, root: Path) -> str:
-    """What the comparison in root/folder found, in Markdown."""
+    """The results of the comparison in root/folder, in Markdown."""
     document = read(root / folder)
     env, settings = document.env, document.first.config
     train, data = settings["train"], Path(settings["data"]["path"]).name
@@ -159,7 +159,7 @@ def _speeds(document: Document) -> Any:
 @click.option("--check", is_flag=True, help="Change nothing; exit with 1 when the text is out of date.")
 @click.argument("page", type=click.Path(path_type=Path, exists=True))
 def main(check: bool, page: Path) -> None:
-    """Write what the comparisons found into PAGE, and draw their pictures."""
+    """Write the comparisons' results into PAGE, and draw their pictures."""
     root = page.resolve().parent.parent
     old = page.read_text("utf-8")
     new = filled(old, root)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from bakeoff.apps.compare.document import SIDES, Place, Speed
+from bakeoff.apps.compare.document import SIDES, Side, Speed
 from bakeoff.apps.compare.lengths import sized
 from bakeoff.apps.compare.stage import Stage, clear, selecting
 from bakeoff.apps.train import Config
@@ -31,7 +31,7 @@ def measured(
     first: Config, second: Config, length: int, device: torch.device, announce: Announce
 ) -> list[Speed]:
     """The rows of both models at one length: eager, and on CUDA captured."""
-    found = []
+    rows: list[Speed] = []
     captures = device.type == "cuda" and "off" not in (first.train.capture, second.train.capture)
     for mode in ("eager", "captured") if captures else ("eager",):
         announce(f"{length} bytes a row, {mode}: holding contests, then measuring")
@@ -39,13 +39,13 @@ def measured(
         together: list[Speed] = []
         with contextlib.suppress(_Full):  # an exception kept in a variable would keep tensors alive
             together = _timed(sides, mode, device, announce)
-        found += together or [
+        rows += together or [
             row for side, config in sides.items() for row in _alone(side, config, mode, device, announce)
         ]
-    return found
+    return rows
 
 
-def _alone(side: Place, config: Config, mode: str, device: torch.device, announce: Announce) -> list[Speed]:
+def _alone(side: Side, config: Config, mode: str, device: torch.device, announce: Announce) -> list[Speed]:
     """The row of one model, also where it does not fit."""
     try:
         return _timed({side: config}, mode, device, announce)
@@ -71,12 +71,12 @@ def _memory() -> Iterator[None]:
         raise _Full(f"out of memory: {first_line}") from None
 
 
-def _timed(sides: dict[Place, Config], mode: str, device: torch.device, announce: Announce) -> list[Speed]:
+def _timed(sides: dict[Side, Config], mode: str, device: torch.device, announce: Announce) -> list[Speed]:
     """The rows of these models, which are in memory at the same time."""
     compiled = any(config.train.compile for config in sides.values())
     with _memory():
         clear(device, compiled=compiled)
-        stages: dict[Place, Stage] = {}
+        stages: dict[Side, Stage] = {}
         peaks = {}
         for side, config in sides.items():
             stages[side], peaks[side] = _prepared(config, mode, device, announce)
@@ -128,14 +128,14 @@ def _alternating(
         counts.append(max(1, round(_BLOCK_S / spent)))
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(_BLOCKS):
-        for (stage, call), count, found in zip(calls, counts, times, strict=True):
+        for (stage, call), count, taken in zip(calls, counts, times, strict=True):
             with selecting(stage.config, _regime(mode)):
-                found.append(1000 * seconds_per_call([call], count, device))
-    return [sorted(found) for found in times]
+                taken.append(1000 * seconds_per_call([call], count, device))
+    return [sorted(taken) for taken in times]
 
 
 def _row(
-    side: Place, stage: Stage, mode: str, step: list[float], infer: list[float], peak: int | None
+    side: Side, stage: Stage, mode: str, step: list[float], infer: list[float], peak: int | None
 ) -> Speed:
     rows, length = stage.config.train.batch_size, stage.config.seq_len
     ms, p20, p80 = _summary(step)
