@@ -78,7 +78,7 @@ def run_ops(
 
 
 def known(file: File, cell: Cell, regimes: Sequence[str]) -> list[Row]:
-    """The rows that `file` has for a cell, one per regime and candidate; none unless all are there and measured
+    """The rows that `file` has for a cell, one per regime and candidate; none unless all are there, measured with
     today's sources."""
     measured: list[Row] = []
     for regime in regimes:

@@ -1,4 +1,4 @@
-"""Suite "selection", the costs of choosing: regret of the choices, overhead of a call, time to tune and start.
+"""Suite "selection", the costs of choosing: regret, overhead of a call, time to tune and to start.
 
 Regret is the time of the choice over that of the best candidate. The choice is made as for any call, at the
 bucket's representative; then every candidate is measured anew at the exact shape.
