@@ -78,8 +78,8 @@ def run_ops(
 
 
 def known(file: File, cell: Cell, regimes: Sequence[str]) -> list[Row]:
-    """The rows that `file` has for a cell, one per regime and candidate; none unless all are there, measured with
-    today's sources."""
+    """The rows that `file` has for a cell, one per regime and candidate; none unless all are there and
+    current."""
     measured: list[Row] = []
     for regime in regimes:
         contest = (cell.op.name, cell.case.name, regime, cell.direction)

@@ -348,7 +348,7 @@ def _place(cell: Cell, regime: str) -> dict[str, Any]:
 
 
 def _verified(trial: Trial) -> bool:
-    """Whether it passed verification, also the one after it had been timed, whose reasons begin with "after"."""
+    """Whether it passed verification, also after it had been timed (reasons from then begin with "after")."""
     return trial.errors is not None and not (trial.rejected or "").startswith("after ")
 
 
