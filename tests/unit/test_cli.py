@@ -409,6 +409,8 @@ def test_ops_lists_every_candidate() -> None:
     assert not triton["available"]
     assert triton["reasons"]
     assert eager["source_hash"] == op.incumbent.source_hash
+    assert eager["source"] == "bakeoff.ops.rms_norm.plain"
+    assert all(row["source"].startswith(f"bakeoff.ops.{row['op'].rstrip('_')}") for row in rows)
     out = ok("ops", "--device", "cpu")
     assert all(name in out for name in op.by_name)
 

@@ -318,7 +318,7 @@ def current(row: dict[str, Any]) -> bool:
     candidate = candidate_of(row)
     if candidate is None:
         return False
-    return not set(candidate.requires) <= {"triton"} or candidate.source_hash == row["source_hash"]
+    return candidate.third_party or candidate.source_hash == row["source_hash"]
 
 
 def ours(row: dict[str, Any]) -> bool:

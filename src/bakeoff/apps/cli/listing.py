@@ -27,6 +27,7 @@ class Listed(msgspec.Struct, frozen=True):
     requires: dict[str, str]
     min_capability: str
     source: str
+    """The modules where the implementation lives; empty where their source can't be read."""
     source_hash: str
 
 
