@@ -202,8 +202,8 @@ def host_rows(op: Op, device: str, budget_s: float) -> list[SelectionRow]:
 def _timed(
     cell: Cell, regime: str, variants: Mapping[str, str], beyond_bytes: int, budget_s: float
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """(times by candidate, reasons of those without one), measured in this process; `variants` gives the launch
-    configuration of each candidate."""
+    """(times by candidate, reasons of those without one), measured in this process with the launch
+    configuration that `variants` gives for each candidate."""
     sets = input_sets(cell.op, cell.case, beyond_bytes)
     timer = timers_for(cell.case)[regime]
     samplers, reasons = {}, {}
