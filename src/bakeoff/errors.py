@@ -1,6 +1,6 @@
 """The exceptions bakeoff raises on purpose. Each message says what to do about it."""
 
-__all__ = ["BakeoffError", "ContestError", "PolicyError", "TableError", "Unsupported"]
+__all__ = ["BakeoffError", "ContestError", "DeviceError", "PolicyError", "TableError", "Unsupported"]
 
 
 class BakeoffError(Exception):
@@ -21,3 +21,7 @@ class ContestError(BakeoffError, RuntimeError):
 
 class TableError(BakeoffError, ValueError):
     """A table given by name can't be read."""
+
+
+class DeviceError(BakeoffError, ValueError):
+    """A device that this machine doesn't have."""

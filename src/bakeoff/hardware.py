@@ -6,11 +6,13 @@ import os
 import platform
 import shutil
 import subprocess
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import torch
+
+from bakeoff.timing import seconds_per_call
 
 __all__ = [
     "Ceilings",
@@ -151,21 +153,10 @@ def disturbance(device: str, before: float = 0.0) -> str:
     return "; ".join(found)
 
 
-def _best(call: object, device: str, repeats: int = 5) -> float:
-    assert callable(call)
-    cuda = device.startswith("cuda")
+def _best(call: Callable[[], object], device: str, repeats: int = 5) -> float:
+    """The least seconds a call, of `repeats` measurements of four calls."""
     call()
-    taken = []
-    for _ in range(repeats):
-        if cuda:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(4):
-            call()
-        if cuda:
-            torch.cuda.synchronize(device)
-        taken.append((time.perf_counter() - start) / 4)
-    return min(taken)
+    return min(seconds_per_call([call], 4, device) for _ in range(repeats))
 
 
 def _strangers() -> int:

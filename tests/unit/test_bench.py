@@ -11,17 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from bakeoff.apps.bench import (
-    benchmark_rms_norm,
-    benchmark_rotary,
-    contests,
-    manual_kernel_benchmark,
-    results,
-)
+from bakeoff.apps.bench import contests, results
 from bakeoff.apps.bench.exact import exact
 from bakeoff.apps.bench.results import File, ResultsError
 from bakeoff.apps.bench.suites import CPU_ELEMENTS, Cell, cells, cpu_cases, shrunk
 from bakeoff.apps.render import selection_table
+from bakeoff.bench import benchmark_rms_norm, benchmark_rotary, manual_kernel_benchmark
 from bakeoff.errors import ContestError
 from bakeoff.select import Case, Explanation, Op, TensorMeta, Verdict, find_op
 from bakeoff.select.contests.side_by_side import Workers
@@ -443,7 +438,7 @@ def test_sizes_are_positive_whole_numbers(name: str, size: Any) -> None:
         ({"n_heads": 0}, "n_heads=0 must be a positive"),
         ({"n_kv_heads": math.nan}, "n_kv_heads=nan must be a positive"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
-        ({"device": "banana"}, "device='banana' is not on this machine"),
+        ({"device": "banana"}, "'banana' is no device: use auto, cpu, cuda"),
         ({"regime": "graph"}, "no regime 'graph' on cpu; use eager"),
         ({"budget_s": math.nan}, "budget_s=nan must be a positive"),
         ({"budget_s": 0}, "budget_s=0 must be a positive"),

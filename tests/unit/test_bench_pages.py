@@ -1,6 +1,7 @@
 """The README's table and the tables on pages, from results files."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,8 +71,82 @@ def test_readme_marks_stale_and_unmeasured(rms_norm: Op, tmp_path: Path) -> None
         row.update(us=None, chosen=False, reason="not enough GPU memory")
     results.write(path, file)
     text = readme.render(folder)
-    assert "Stale, measured with another source: rms_norm triton (1 of 2 rows)." in text
+    assert "Stale rows, measured with earlier sources: rms_norm (triton 1 of 2)." in text
     assert f"- rms_norm {rms_norm.cases()[1].name}, both, graph: not enough GPU memory" in text
+
+
+def older(folder: Path, **changes: Any) -> list[dict[str, Any]]:
+    """Adds an H200 that measured last to a `folder` with an H100's results; the H100's rows."""
+    file = results.read(folder / "h100" / "ops.json")
+    now = environment(device="NVIDIA H200", date="2026-02-01", **changes)
+    results.write(folder / "h200" / "ops.json", File(now, file.rows))
+    return file.rows
+
+
+def test_readme_shows_the_newest_card_in_full_and_folds_the_others(rms_norm: Op, tmp_path: Path) -> None:
+    folder = measured(rms_norm, tmp_path, {"eager": 20.0, "compiled": 10.0, "triton": 12.5})
+    older(folder)
+    results.write(folder / "h200x2" / "train.json", File(environment(device="NVIDIA H200"), []))
+    newest, _, earlier = readme.render(folder).partition("<details><summary>Earlier: ")
+    assert newest.startswith("**NVIDIA H200**, torch 2.11.0, triton 3.6.0, 2026-02-01: ")
+    assert "[results/h200x2/train.json]" in newest, "the same card's, though older than the H100's"
+    assert "The 1 cells in which a peer is faster" in newest
+    assert "Cells not measured yet" in newest
+    assert earlier.startswith("NVIDIA H100 80GB HBM3, torch 2.11.0, triton 3.6.0, 2026-01-02</summary>\n\n")
+    assert "**NVIDIA H100 80GB HBM3**, torch 2.11.0, triton 3.6.0, 2026-01-02: " in earlier
+    assert "| rms_norm | forward + backward | graph | 1 | " in earlier
+    assert earlier.endswith("\n\n</details>")
+    for left_out in ("peer is faster than ours", "not measured yet", "Stale", "earlier sources"):
+        assert left_out not in earlier
+
+
+def test_readme_counts_an_older_cards_stale_rows_and_names_the_newest_cards(
+    rms_norm: Op, tmp_path: Path
+) -> None:
+    folder = measured(rms_norm, tmp_path, {"eager": 20.0, "triton": 10.0}, {"eager": 20.0, "triton": 10.0})
+    rows = older(folder)
+    rows[0]["source_hash"] = "000000000000"
+    rows[-1]["candidate"] = "renamed since"
+    for card in ("h100", "h200"):
+        path = folder / card / "ops.json"
+        results.write(path, File(results.read(path).env, rows))
+    newest, _, earlier = readme.render(folder).partition("<details><summary>Earlier: ")
+    assert (
+        "Stale rows, measured with earlier sources: rms_norm (eager 1 of 2, renamed since 1 of 1)." in newest
+    )
+    assert f"2 of {len(rows)} rows in results/h100/ops.json were measured with earlier sources." in earlier
+    assert "Stale" not in earlier
+
+
+def test_a_gpu_comes_before_a_cpu_measured_later(rms_norm: Op, tmp_path: Path) -> None:
+    folder = measured(rms_norm, tmp_path, {"eager": 20.0, "triton": 10.0})
+    late = environment(device="AMD EPYC", cuda="none", date="2026-03-01")
+    results.write(folder / "cpu" / "ops.json", File(late, results.read(folder / "h100" / "ops.json").rows))
+    text = readme.render(folder)
+    assert text.startswith("**NVIDIA H100")
+    assert "<details><summary>Earlier: AMD EPYC" in text
+
+
+def test_a_page_folds_older_cards(rms_norm: Op, tmp_path: Path) -> None:
+    folder = measured(rms_norm, tmp_path, {"eager": 20.0, "triton": 10.0}, {"eager": 20.0, "triton": 10.0})
+    rows = older(folder)
+    for row in rows:
+        row["source_hash"] = "000000000000"
+    results.write(folder / "h100" / "ops.json", File(environment(), rows))
+    text = page.render("rms_norm", folder)
+    newest, _, earlier = text.partition("<details><summary>Earlier: NVIDIA H100 80GB HBM3, torch 2.11.0")
+    assert newest.startswith("Forward and backward, graph, in us; NVIDIA H200, torch 2.11.0, triton 3.6.0, ")
+    assert "earlier sources" not in newest
+    assert "| **10.0** |" in earlier
+    assert "(stale)" not in earlier
+    timed = [row for row in rows if row["us"] is not None]
+    note = "rows in results/h100/ops.json were measured with earlier sources."
+    assert f"{len(timed)} of {len(timed)} {note}" in earlier
+    results.write(folder / "h200" / "ops.json", File(environment(date="2026-02-01"), rows))
+    (folder / "h100" / "ops.json").unlink()
+    text = page.render("rms_norm", folder)
+    assert "(stale)" not in text, "all cases are; one sentence says it"
+    assert "Stale rows, measured with earlier sources: rms_norm (eager 2 of 2, triton 2 of 2)." in text
 
 
 def test_readme_counts_what_is_missing(rms_norm: Op, tmp_path: Path) -> None:
@@ -85,7 +160,7 @@ def test_readme_counts_what_is_missing(rms_norm: Op, tmp_path: Path) -> None:
     results.write(path, file)
     text = readme.render(folder)
     assert "not measured yet" not in text, "an op that is gone has no grid"
-    assert "Stale, measured with another source: gone compiled" in text
+    assert "Stale rows, measured with earlier sources: gone (compiled 1 of 1" in text
     assert "10.0" in page.render("gone", folder)
 
 
@@ -130,7 +205,7 @@ def test_readme_step_part(tmp_path: Path) -> None:
     rows = [{**STEP, **late}, STEP]
     results.write(tmp_path / "results" / "h100" / "step.json", File(environment(), rows))
     text = readme.render(tmp_path / "results")
-    assert "steps on NVIDIA H100 80GB HBM3, torch 2.11.0 (" in text
+    assert "steps on NVIDIA H100 80GB HBM3, torch 2.11.0, triton 3.6.0, 2026-01-02 (" in text
     assert "`bakeoff bench --suite step` wrote [results/h100/step.json](results/h100/step.json)" in text
     start = "| LLMMed small, 17.9M, 48 x 512, bf16 |"
     assert f"{start} eager | 41,234 | 596,000 | 1,203 | 0 | 3,072 | 2.3457 | 2026-01-02 |" in text
@@ -211,7 +286,7 @@ def test_pages_know_rows_of_before_some_fields(rms_norm: Op, tmp_path: Path) -> 
             del row["us"]
     results.write(path, file)
     assert "| **10.0** | - | - |" in page.render("rms_norm", folder)
-    assert "rms_norm triton (1 of 1 rows)" in readme.render(folder)
+    assert re.search(r"rms_norm \(.*triton 1 of 1\)", readme.render(folder))
 
 
 def test_readme_is_up_to_date() -> None:

@@ -149,7 +149,7 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
         (["explain", "rms_norm", "x=fp32[4,8]", "y=1"], "no argument 'y'; it has x, weight"),
         (["explain", "rms_norm", "x=fp23[4,8]"], "no dtype 'fp23'"),
         (["explain", "rms_norm", "x=int32[4,8]"], "convert it to a floating point dtype"),
-        (["explain", "rms_norm", "x=fp32[4,8]", "weight=fp32[9]"], "expected (8,)"),
+        (["explain", "rms_norm", "x=fp32[4,8]", "weight=fp32[9]"], "expected [D] with D = 8"),
         (["explain", "rms_norm", "x=fp32[4,8]:loose"], "use dense, strided or other"),
         (["explain", "rms_norm", "x=fp32[4,8]", "--policy", "tabel"], "did you mean 'table'"),
         (["explain", "rms_norm", "x=fp32[4,8]", "--policy", "strict"], "policy is strict"),
@@ -204,7 +204,7 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def broken(**_: object) -> None:
         raise KeyError("a defect")
 
     monkeypatch.setattr("bakeoff.apps.cli.listing.run", broken)
@@ -409,6 +409,8 @@ def test_ops_lists_every_candidate() -> None:
     assert not triton["available"]
     assert triton["reasons"]
     assert eager["source_hash"] == op.incumbent.source_hash
+    assert eager["source"] == "bakeoff.ops.rms_norm.plain"
+    assert all(row["source"].startswith(f"bakeoff.ops.{row['op'].rstrip('_')}") for row in rows)
     out = ok("ops", "--device", "cpu")
     assert all(name in out for name in op.by_name)
 
@@ -566,13 +568,16 @@ def test_ctrl_c_while_tuning(cache: Path, text: Path) -> None:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    threads = Path(f"/proc/{process.pid}/task")
     deadline = time.monotonic() + 60
     workers: list[str] = []
     try:
         while not workers and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.02)
-            found = children.read_text().split() if children.exists() else []
+            found = []
+            for children in threads.glob("*/children"):
+                with contextlib.suppress(OSError):  # a thread that has ended
+                    found += children.read_text().split()
             workers = [child for child in found if b"bakeoff.select.contests.worker" in command_line(child)]
         assert workers, process.communicate(timeout=60)
         process.send_signal(signal.SIGINT)

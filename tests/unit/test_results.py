@@ -1,6 +1,8 @@
-"""Committed measurements: each file keeps the format, and each row still measures the source that is here.
+"""Committed measurements: each file keeps the format, and no row passes for today's whose source has changed.
 
-A candidate that has changed since must be measured again, or be named stale in the README's table.
+On the card measured last, a candidate that has changed since must be measured again or be named stale in the
+README. Files of other cards stay as they are, and the README says how many of their rows measured earlier
+sources.
 """
 
 import copy
@@ -15,7 +17,7 @@ import msgspec
 import pytest
 
 from bakeoff.apps import compare
-from bakeoff.select import Candidate, find_op, registry
+from bakeoff.select import find_op, registry
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
@@ -104,8 +106,9 @@ KINDS: dict[str, type[msgspec.Struct]] = {"op": OpRow, "tune_s": TuneRow, "ranks
 """What a row is, by a field that no other kind has."""
 
 
-def problems(document: dict[str, Any], stale: str = "") -> list[str]:
-    """What is wrong with a results file, in words; `stale` is the text that names stale candidates."""
+def problems(document: dict[str, Any], stale: str = "", *, newest: bool = True) -> list[str]:
+    """What is wrong with a results file, in words; `stale` is the README's text that names the stale
+    candidates of the newest card."""
     if document.get("schema") != 1:
         return [f"schema is {document.get('schema')!r}, expected 1"]
     found = []
@@ -125,7 +128,7 @@ def problems(document: dict[str, Any], stale: str = "") -> list[str]:
             found.append(f"row {number}: {error}")
             continue
         if isinstance(row, OpRow):
-            found += [f"row {number}: {text}" for text in _wrong(row, stale)]
+            found += [f"row {number}: {text}" for text in _wrong(row, stale, newest)]
             if row.measure == "time":
                 cell = f"{row.op} {row.case} {row.dtype} {row.regime} {row.direction}"
                 contests.setdefault(cell, []).append(row)
@@ -136,7 +139,7 @@ def problems(document: dict[str, Any], stale: str = "") -> list[str]:
     return found
 
 
-def _wrong(row: OpRow, stale: str) -> list[str]:
+def _wrong(row: OpRow, stale: str, newest: bool) -> list[str]:
     found = []
     if row.chosen and not row.verified:
         found.append(f"{row.candidate} is chosen and not verified")
@@ -150,34 +153,65 @@ def _wrong(row: OpRow, stale: str) -> list[str]:
             found.append("has a time without its spread and its share of the limit")
         elif not 0 < row.us_p20 <= row.us <= row.us_p80 < math.inf or row.share <= 0:
             found.append(f"out of order: {row.us_p20}, {row.us}, {row.us_p80}; share {row.share}")
-    if row.op not in registry:
-        return [*found, f"there is no op {row.op!r}"]
-    candidate = find_op(row.op).by_name.get(row.candidate)
-    if candidate is None:
-        found.append(f"{row.op} has no candidate {row.candidate!r}")
-    elif _changed(row, candidate) and not re.search(rf"\b{row.op} {row.candidate}\b", stale):
-        found.append(
-            f"{row.op} {row.candidate} measured source {row.source_hash}, here is {candidate.source_hash}: "
-            f"run `bakeoff bench` again, or `python -m bakeoff.apps.bench.readme`, which marks it stale"
-        )
+    if newest and _changed(row) and not _named(row, stale):
+        candidate = registry[row.op].by_name.get(row.candidate) if row.op in registry else None
+        if row.op not in registry:
+            found.append(f"there is no op {row.op!r}")
+        elif candidate is None:
+            found.append(f"{row.op} has no candidate {row.candidate!r}")
+        else:
+            found.append(
+                f"{row.op} {row.candidate} measured source {row.source_hash}, here is "
+                f"{candidate.source_hash}: run `bakeoff bench` again, or `python -m "
+                f"bakeoff.apps.bench.readme`, which marks it stale"
+            )
     return found
 
 
-def _changed(row: OpRow, candidate: Candidate) -> bool:
-    """Whether our own candidate is another one now. A peer's hash holds the version installed there."""
+def _changed(row: OpRow) -> bool:
+    """Whether our own candidate is another one now, or is gone. A peer's hash holds the version installed
+    there."""
+    candidate = registry[row.op].by_name.get(row.candidate) if row.op in registry else None
+    if candidate is None:
+        return True
     return set(candidate.requires) <= {"triton"} and candidate.source_hash != row.source_hash
+
+
+def _named(row: OpRow, stale: str) -> bool:
+    """Whether `stale`, "op (candidate N of N, ...), ...", names the row's candidate."""
+    names = dict(re.findall(r"(\w+) \(([^)]*)\)", stale))
+    return re.search(rf"(^|, ){re.escape(row.candidate)} \d", names.get(row.op, "")) is not None
+
+
+def _newest_card(documents: dict[Path, dict[str, Any]]) -> str:
+    """The GPU that measured last."""
+    gpus = [document["env"] for document in documents.values() if document["env"]["cuda"] != "none"]
+    return str(max(gpus, key=lambda env: str(env["date"]))["device"])
 
 
 def test_committed_files() -> None:
     importlib.import_module("bakeoff.ops")
-    stale = " ".join(re.findall(r"^Stale.*$", (ROOT / "README.md").read_text(), re.MULTILINE))
-    found = []
+    readme = (ROOT / "README.md").read_text()
+    documents, found = {}, []
     for path in sorted(RESULTS.rglob("*.json")):
         if path.name == "compare.json":
             assert compare.read(path.parent).verdict is not None
-            continue
-        texts = problems(json.loads(path.read_text()), stale)
-        found += [f"{path.relative_to(RESULTS)}: {text}" for text in texts]
+        else:
+            documents[path] = json.loads(path.read_text())
+    newest = _newest_card(documents)
+    for path, document in documents.items():
+        name = path.relative_to(ROOT).as_posix()
+        last = document["env"]["device"] == newest
+        _, _, after = readme.partition(f"]({name})")  # the README links to every file
+        part = after.partition("](results/")[0]
+        stale = re.search(r"^Stale.*$", part, re.MULTILINE) if last else None
+        texts = problems(document, stale[0] if stale else "", newest=last)
+        rows = [msgspec.convert(row, OpRow) for row in document["rows"] if "op" in row]
+        changed = sum(map(_changed, rows))
+        sentence = f"\n\n{changed} of {len(rows)} rows in {name} were measured with earlier sources."
+        if changed and not last and sentence not in part:
+            texts.append(f"the README does not say: {sentence.strip()}")
+        found += [f"{name}: {text}" for text in texts]
     assert not found, "\n".join(found[:20])
 
 
@@ -230,8 +264,32 @@ def test_a_stale_row_must_be_named() -> None:
     document = good()
     document["rows"][0]["source_hash"] = "000000000000"
     assert problems(document)
-    assert problems(document, "Stale, measured with another source: rotary eager.")
-    assert not problems(document, "Stale, measured with another source: rms_norm eager, rotary triton.")
+    start = "Stale rows, measured with earlier sources:"
+    assert problems(document, f"{start} rotary (eager 1 of 2), rms_norm (triton 1 of 2).")
+    assert not problems(document, f"{start} rms_norm (eager 1 of 3, triton 1 of 1), rotary (eager 1 of 2).")
+    document["rows"][0]["candidate"] = "gone"
+    assert problems(document, f"{start} rms_norm (eager 1 of 2).")
+    assert not problems(document, f"{start} rms_norm (gone 1 of 1).")
+
+
+def test_an_older_cards_rows_may_be_stale() -> None:
+    document = good()
+    document["rows"][0]["source_hash"] = "000000000000"
+    document["rows"][1]["candidate"] = "gone"
+    assert problems(document)
+    assert not problems(document, newest=False)
+    document["rows"][0]["us"] = math.nan
+    assert problems(document, newest=False), "all else still holds"
+
+
+def test_the_newest_card_is_the_gpu_that_measured_last() -> None:
+    env = {"device": "old", "cuda": "13.0", "date": "2026-01-02T03:04:05+00:00"}
+    documents = {
+        Path("a"): {"env": env},
+        Path("b"): {"env": {**env, "device": "new", "date": "2026-01-03"}},
+        Path("c"): {"env": {"device": "a CPU", "cuda": "none", "date": "2026-02-01"}},
+    }
+    assert _newest_card(documents) == "new"
 
 
 @pytest.mark.parametrize(

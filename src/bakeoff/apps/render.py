@@ -1,4 +1,4 @@
-"""The selection table: what runs, how fast, how exact, and why. One look for every command."""
+"""The selection table, the same in every command: what runs, how fast, how exact, and why."""
 
 from collections.abc import Iterable
 
@@ -6,13 +6,21 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bakeoff.apps.tabular import terminal_table
 from bakeoff.select import Explanation, Verdict
 from bakeoff.select.choose.explain import Row, rows_of
 
 __all__ = ["explained", "milliseconds", "selection_table"]
 
-_HEADINGS = (("candidate", 10), ("ms", 9), ("of limit", 8), ("error", 8), ("chosen", 6))
-_OVER = "over 100 %: the limit is that of a copy through memory; data in a cache, or mostly read, can beat it"
+_COLUMNS = (
+    ("candidate", "name"), ("ms", "right"), ("of limit", "right"), ("error", "right"), ("chosen", "right"),
+    ("why", "left"),
+)  # fmt: skip
+_WIDTHS = (10, 9, 8, 8, 6)
+_OVER = (
+    "over 100 %: the limit is the speed of copying through memory, which a call whose data are in a cache, "
+    "or that reads more than it writes, can exceed"
+)
 
 
 def explained(verdict: Verdict, device: str, source: str = "measured now") -> Explanation:
@@ -46,21 +54,17 @@ def milliseconds(us: float | None) -> str:
 
 
 def _section(explanation: Explanation) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name, width in _HEADINGS:
-        table.add_column(
-            name, min_width=width, no_wrap=True, justify="left" if name == "candidate" else "right"
-        )
-    table.add_column("why", overflow="fold")
     rows = explanation.rows or (Row(explanation.choice, None, None, None, True, explanation.why),)
-    for row in rows:
-        table.add_row(
+    cells = [
+        (
             f"  {row.candidate}",
             milliseconds(row.us),
             "-" if row.share is None else f"{row.share:.0%}",
             "-" if row.error is None else f"{row.error:.1e}",
             "yes" if row.chosen else "",
             Text(explanation.why if row.chosen and row.us is None else row.why),
-            style="green" if row.chosen else "dim" if row.us is None else "",
         )
-    return table
+        for row in rows
+    ]
+    styles = ["green" if row.chosen else "dim" if row.us is None else "" for row in rows]
+    return terminal_table(_COLUMNS, cells, styles=styles, widths=_WIDTHS)

@@ -17,7 +17,7 @@ from bakeoff.select.contests.side_by_side import Wanted, Workers
 __all__ = ["Hear", "known", "run_ops"]
 
 Hear = Callable[[Cell, list[Verdict], str], None]
-"""Hears of every cell: its verdicts, or why there are none."""
+"""Called for every cell with its verdicts, or with the reason why there are none."""
 
 
 def run_ops(
@@ -37,8 +37,8 @@ def run_ops(
 ) -> File:
     """Hold a contest for every cell whose name or shapes contain `text`, and write each to `out` at once.
 
-    Rows that `out` holds of the same cells are replaced, those of other cells stay, as long as they come from
-    the same machine and versions. With `resume`, cells that `out` holds with today's sources are left out.
+    Rows of the same cells in `out` are replaced, those of other cells stay; all must come from the same
+    machine and versions. With `resume`, cells that `out` has with today's sources are left out.
     Contests are held `jobs` at a time (`bakeoff.select.contests.side_by_side`). A cell that can't be
     measured (out of memory, say) becomes a row with the reason. A candidate is one row, which names the
     launch configuration it was measured with; `thorough` tries all that it declares, and `variants` keeps the
@@ -49,7 +49,7 @@ def run_ops(
     """
     env = results.environment(device)
     file = open_file(out, env)
-    wanted = [
+    open_ = [
         (cell, each)
         for op in ops
         for cell in cells(op, device, text)
@@ -57,8 +57,8 @@ def run_ops(
         if not (resume and known(file, cell, each))
     ]
     with Workers(jobs, announce) as workers:
-        while wanted:
-            together, wanted = wanted[: workers.jobs], wanted[workers.jobs :]
+        while open_:
+            together, open_ = open_[: workers.jobs], open_[workers.jobs :]
             round_ = [
                 Wanted(cell.op, cell.case, each, budget_s, {}, True, thorough) for cell, each in together
             ]
@@ -78,13 +78,13 @@ def run_ops(
 
 
 def known(file: File, cell: Cell, regimes: Sequence[str]) -> list[Row]:
-    """The rows that `file` holds of a cell, one per regime and candidate; none unless all are there and
-    measured today's sources."""
-    found = []
+    """The rows that `file` has for a cell, one per regime and candidate; none unless all are there and
+    current."""
+    measured: list[Row] = []
     for regime in regimes:
-        place = (cell.op.name, cell.case.name, regime, cell.direction)
-        rows = [row for row in file.rows if "op" in row and cell_of(row) == place and results.current(row)]
+        contest = (cell.op.name, cell.case.name, regime, cell.direction)
+        rows = [row for row in file.rows if "op" in row and cell_of(row) == contest and results.current(row)]
         if {row["candidate"] for row in rows} != set(cell.op.by_name):
             return []
-        found += [msgspec.convert(row, Row) for row in rows]
-    return found
+        measured += [msgspec.convert(row, Row) for row in rows]
+    return measured

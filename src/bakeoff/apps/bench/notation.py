@@ -1,6 +1,6 @@
 """Cases as text, as keys write them: ``x=bf16[8192,4096]' weight=bf16[4096] eps=1e-05``.
 
-A prime marks a tensor whose gradient is wanted; ``:strided`` and ``:other`` after the shape are the layout
+A prime marks a tensor whose gradient is needed; ``:strided`` and ``:other`` after the shape are the layout
 classes of `bakeoff.select.declare.key`.
 """
 
@@ -19,10 +19,10 @@ __all__ = ["NotationError", "read_case", "split_key", "write_case"]
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _LONG = {short: name for name, short in _SHORT.items()}
 _TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,\s*]*)\](?::(?P<layout>\w+))?(?P<grad>'?)")
-_UNREADABLE = re.compile(r"\w+\[(?![\d,\s*]*\])")  # begins as a tensor does and goes on otherwise
+_UNREADABLE = re.compile(r"\w+\[(?![\d,\s*]*\])")  # begins like a tensor, but isn't one
 _KEY = re.compile(rf"(?P<op>\w+)\((?P<arguments>.*)\) (?P<device>\w+) (?P<regime>{'|'.join(REGIMES)})")
 _ANY_ROWS = 1024  # stands for the * of a compiled region's key
-_FORM = "write a tensor as x=bf16[8192,4096], with a ' behind it where its gradient is wanted"
+_FORM = "write a tensor as x=bf16[8192,4096], with a ' behind it where its gradient is needed"
 
 
 class NotationError(BakeoffError, ValueError):
@@ -47,7 +47,7 @@ def write_case(op: Op, case: Case) -> str:
 def read_case(op: Op, arguments: list[str], device: str, *, grad: bool = False) -> Case:
     """The case of ``name=value`` arguments; what is missing takes the op's defaults.
 
-    `grad` wants the gradient of every floating tensor, as a prime on each would.
+    With `grad`, every floating tensor needs its gradient, as with a prime on each.
 
     Raises:
         NotationError: an argument the op doesn't have or that is given twice, a value that can't be read, a
@@ -96,8 +96,8 @@ def _value(op: Op, name: str, text: str, grad: bool) -> TensorMeta | int | float
         )
     sizes = match["shape"].replace("*", str(_ANY_ROWS)).split(",")
     shape = tuple(int(size) for size in sizes if size.strip())
-    wanted = (grad or bool(match["grad"])) and (dtype.is_floating_point or dtype.is_complex)
-    meta = TensorMeta.dense(shape, dtype, grad=wanted)
+    needs_grad = (grad or bool(match["grad"])) and (dtype.is_floating_point or dtype.is_complex)
+    meta = TensorMeta.dense(shape, dtype, grad=needs_grad)
     kind = match["layout"] or "dense"
     if kind not in ("dense", "strided", "other"):
         raise NotationError(f"{name}: there is no layout {kind!r}; use dense, strided or other")

@@ -2,8 +2,8 @@
 
 `python -m bakeoff.apps.bench.page PAGE...` writes them; `--check` only compares.
 
-A page has the lines ``<!-- op: NAME -->`` and ``<!-- end -->``; what is between them is written. A stale case
-was measured with another source than today's.
+A page has the lines ``<!-- op: NAME -->`` and ``<!-- end -->``; the tables are written between them. A case
+is stale where the source of a candidate has changed since it was measured.
 """
 
 import re
@@ -15,67 +15,80 @@ from typing import Any
 import click
 
 from bakeoff.apps.bench import results
+from bakeoff.apps.bench.cards import cards, folded, note_on_sources, stamp
+from bakeoff.apps.tabular import markdown_table
 
 __all__ = ["render", "rewritten"]
 
-_PART = re.compile(r"(<!-- op: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_WAYS = {"forward": "Forward", "both": "Forward and backward"}
+_MARKED = re.compile(r"(<!-- op: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_DIRECTIONS = {"forward": "Forward", "both": "Forward and backward"}
 
 
 def rewritten(page: str, folder: Path) -> str:
     """`page` with every op's tables as `folder`'s results have them today.
 
     Raises:
-        ResultsError: an op that neither is there nor was measured.
+        ResultsError: an op that is neither declared nor measured.
     """
-    return _PART.sub(lambda found: f"{found[1]}{_tables(found[2], folder)}\n{found[3]}", page)
+    return _MARKED.sub(lambda match: f"{match[1]}{_part(match[2], folder)}\n{match[3]}", page)
 
 
 def render(op: str, folder: Path) -> str:
-    """A table for each machine, direction and regime in which `op` was measured, cases in their order."""
-    tables = []
-    cases_now = results.declared()[op].cases() if op in results.declared() else []
-    order = {case.name: place for place, case in enumerate(cases_now)}
-    for path in sorted(folder.glob("*/ops.json")):
-        file = results.read(path)
-        groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-        timed = [row for row in file.rows if row.get("op") == op and row["us"] is not None]
-        for row in sorted(timed, key=lambda row: order.get(row["case"], len(order))):
-            groups[row["direction"], row["regime"]][row["case"]].append(row)
-        place = f"{folder.name}/{path.parent.name}/{path.name}"
-        for (direction, regime), cases in sorted(groups.items(), reverse=True):
-            tables.append(
-                f"{_WAYS[direction]}, {regime}, in us; {file.env.device}, torch {file.env.torch} "
-                f"([{place}](../{place})).\n\n{_table(cases)}"
-            )
-    return "\n\n".join(tables)
+    """A table for each card, direction and regime in which `op` was measured, cases in their order: the
+    newest card's in full, the others' folded."""
+    parts = []
+    for card in cards(folder):
+        for path, file in card.files.items():
+            timed = [row for row in file.rows if row.get("op") == op and row["us"] is not None]
+            if path.name != "ops.json" or not timed:
+                continue
+            name = path.relative_to(folder.parent).as_posix()
+            stale = _stale_cases(timed) if card.newest else set()
+            tables = _tables(op, timed, f"{stamp(file.env)} ([{name}](../{name}))", stale)
+            note = note_on_sources(timed, name, newest=card.newest)
+            tables += [note] if note else []
+            parts += tables if card.newest else [folded(f"Earlier: {stamp(file.env)}", tables)]
+    return "\n\n".join(parts)
 
 
-def _tables(op: str, folder: Path) -> str:
+def _part(op: str, folder: Path) -> str:
     text, ops = render(op, folder), results.declared()
     if not text and op not in ops:
         raise results.ResultsError(f"there is no op {op!r}; the ops are {', '.join(sorted(ops))}")
     return text
 
 
-def _table(cases: dict[str, list[dict[str, Any]]]) -> str:
-    names = list(dict.fromkeys(row["candidate"] for rows in cases.values() for row in rows))
-    lines = [
-        f"| case | {' | '.join(names)} | share of the limit | error, eager's |",
-        "|---" * (len(names) + 3) + "|",
+def _tables(op: str, rows: list[dict[str, Any]], source: str, stale: set[str]) -> list[str]:
+    """A captioned table for each direction and regime of one file's `rows`; `stale` cases are marked."""
+    declared = results.declared()
+    order = {case.name: number for number, case in enumerate(declared[op].cases() if op in declared else [])}
+    groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for row in sorted(rows, key=lambda row: order.get(row["case"], len(order))):
+        groups[row["direction"], row["regime"]][row["case"]].append(row)
+    return [
+        f"{_DIRECTIONS[direction]}, {regime}, in us; {source}.\n\n{_table(cases, stale)}"
+        for (direction, regime), cases in sorted(groups.items(), reverse=True)
     ]
+
+
+def _stale_cases(rows: list[dict[str, Any]]) -> set[str]:
+    """The cases with stale rows; none where all cases have some, which the note below the tables says."""
+    stale = {row["case"] for row in rows if not results.current(row)}
+    return stale if stale != {row["case"] for row in rows} else set()
+
+
+def _table(cases: dict[str, list[dict[str, Any]]], stale: set[str]) -> str:
+    names = list(dict.fromkeys(row["candidate"] for rows in cases.values() for row in rows))
+    lines = []
     for case, rows in cases.items():
         by_name = {row["candidate"]: row for row in rows}
         chosen = next((row for row in rows if row["chosen"]), None)
         share = f"{chosen['share']:.0%}" if chosen and chosen["share"] is not None else "-"
-        found = [chosen["error"], chosen["eager_error"]] if chosen else [None]
-        errors = "-" if None in found else ", ".join(f"{error:.1e}" for error in found)
-        times = " | ".join(_cell(by_name.get(name)) for name in names)
-        stale = "" if all(map(results.current, rows)) else " (stale)"
-        lines.append(f"| {case}{stale} | {times} | {share} | {errors} |")
-    return "\n".join(lines)
+        errors = [chosen["error"], chosen["eager_error"]] if chosen else [None]
+        shown = "-" if None in errors else ", ".join(f"{error:.1e}" for error in errors)
+        times = [_cell(by_name.get(name)) for name in names]
+        lines.append([f"{case} (stale)" if case in stale else case, *times, share, shown])
+    return markdown_table(["case", *names, "share of the limit", "error, eager's"], lines)
 
 
 def _cell(row: dict[str, Any] | None) -> str:

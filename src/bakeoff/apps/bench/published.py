@@ -1,4 +1,4 @@
-"""Helpers under the names that published integrations of such kernels use. Each holds a real contest."""
+"""Benchmarks under the names that other projects' integrations of such kernels use; each holds a contest."""
 
 import math
 import operator
@@ -9,6 +9,8 @@ from rich.console import Console
 
 from bakeoff import hardware
 from bakeoff.apps.bench.exact import exact
+from bakeoff.apps.tabular import terminal_table
+from bakeoff.device import named_device
 from bakeoff.select import Case, TensorMeta, Verdict, find_op
 from bakeoff.select.contests.contest import regimes_of
 from bakeoff.select.contests.worker import Worker
@@ -37,9 +39,10 @@ def benchmark_rms_norm(
 
     Returns:
         ``pytorch_time`` and ``triton_time``: milliseconds of a verified call with its backward (`triton_time`
-        is None where Triton can't run or was rejected). ``speedup``: pytorch_time / triton_time, or over the
-        time of the choice where Triton has none. ``use_triton``, ``choice``, ``why``: the decision. ``times``
-        (ms), ``errors`` (relative RMS against the float64 reference) and ``rejected`` (reasons) by candidate.
+        is None where Triton can't run or was rejected). ``speedup``: pytorch_time / triton_time; where Triton
+        has no time, pytorch_time over that of the choice. ``use_triton``, ``choice``, ``why``: the decision.
+        ``times`` (ms), ``errors`` (relative RMS against the float64 reference) and ``rejected`` (reasons) by
+        candidate.
         ``share``: by candidate, the part of the machine's limit reached. ``key``, ``device``, ``warning``.
 
     Raises:
@@ -47,17 +50,17 @@ def benchmark_rms_norm(
         bakeoff.errors.ContestError: no contest could be held (out of memory, say).
 
     Example:
-        >>> from bakeoff.apps.bench import benchmark_rms_norm
-        >>> found = benchmark_rms_norm(2, 8, 16, device="cpu", budget_s=0.1)  # doctest: +SKIP
-        >>> found["choice"] in found["times"]  # doctest: +SKIP
+        >>> from bakeoff.bench import benchmark_rms_norm
+        >>> result = benchmark_rms_norm(2, 8, 16, device="cpu", budget_s=0.1)  # doctest: +SKIP
+        >>> result["choice"] in result["times"]  # doctest: +SKIP
         True
     """
     B, T, D = _sizes(batch_size=batch_size, seq_len=seq_len, d_model=d_model)
-    place, dtype = _place(device, dtype)
+    device, dtype = _device_and_dtype(device, dtype)
     x = TensorMeta.dense((B, T, D), dtype, grad=True)
     weight = TensorMeta.dense((D,), dtype, grad=True)
     arguments = {"x": x, "weight": weight, "eps": 1e-6, "residual": None, "offset": 0.0}
-    return _result(_held("rms_norm", arguments, place, regime, budget_s), place)
+    return _result(_contest("rms_norm", arguments, device, regime, budget_s), device)
 
 
 def benchmark_rotary(
@@ -81,7 +84,7 @@ def benchmark_rotary(
     (HK,) = _sizes(n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads)
     if D % 2:
         raise ValueError(f"head_dim={D} must be even: rotary turns pairs of dimensions")
-    place, dtype = _place(device, dtype)
+    device, dtype = _device_and_dtype(device, dtype)
     table = TensorMeta.dense((T, D // 2), torch.float32)
     arguments = {
         "q": TensorMeta.dense((B, T, H, D), dtype, grad=True),
@@ -91,36 +94,39 @@ def benchmark_rotary(
         "interleaved": False,
         "position_ids": None,
     }
-    return _result(_held("rotary", arguments, place, regime, budget_s), place)
+    return _result(_contest("rotary", arguments, device, regime, budget_s), device)
 
 
 def manual_kernel_benchmark(
     *, device: str = "auto", budget_s: float = 2.0, console: Console | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Both benchmarks at the published set-up (d_model 384, 8 heads, 16 rows of 256), printed and returned by
-    op.
+    """Both benchmarks at the size those projects publish (d_model 384, 8 heads, 16 rows of 256), printed, and
+    returned by op.
 
     Args:
         device, budget_s: as in `benchmark_rms_norm`.
         console: where the table goes; standard output by default.
     """
-    found = {
+    benchmarks = {
         "rms_norm": benchmark_rms_norm(device=device, budget_s=budget_s),
         "rotary": benchmark_rotary(device=device, budget_s=budget_s),
     }
     console = console or Console()
-    for name, result in found.items():
+    columns = (("candidate", "name"), ("ms", "right"), ("of limit", "right"), ("error", "right"))
+    for name, result in benchmarks.items():
         console.print(f"{name}: {result['choice']} ({result['why']})", highlight=False)
-        for candidate, ms in sorted(result["times"].items(), key=lambda pair: pair[1]):
-            share, error = result["share"][candidate], result["errors"][candidate]
-            figures = f"{ms:9.4f} ms {share:6.0%} of the limit, error {error:.1e}"
-            console.print(f"  {candidate:<10}{figures}", highlight=False)
+        rows = [
+            (f"  {candidate}", f"{ms:.4f}", f"{result['share'][candidate]:.0%}",
+             f"{result['errors'][candidate]:.1e}")
+            for candidate, ms in sorted(result["times"].items(), key=lambda pair: pair[1])
+        ]  # fmt: skip
+        console.print(terminal_table(columns, rows))
         for candidate, reason in result["rejected"].items():
-            console.print(f"  {candidate:<10}  out: {reason}", highlight=False, markup=False, soft_wrap=True)
-    return found
+            console.print(f"  {candidate} is out: {reason}", highlight=False, markup=False, soft_wrap=True)
+    return benchmarks
 
 
-def _held(op_name: str, arguments: dict[str, Any], device: str, regime: str, budget_s: float) -> Verdict:
+def _contest(op_name: str, arguments: dict[str, Any], device: str, regime: str, budget_s: float) -> Verdict:
     op = exact(find_op(op_name))
     case = Case({name: arguments[name] for name in op.params}, device)
     if regime not in regimes_of(case):
@@ -167,18 +173,9 @@ def _sizes(**given: Any) -> list[int]:
     return sizes
 
 
-def _place(device: str, dtype: torch.dtype | None) -> tuple[str, torch.dtype]:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        kind = ""
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(
-            f"device={device!r} is not on this machine: use auto, cpu or (with an NVIDIA GPU) cuda"
-        )
+def _device_and_dtype(name: str, dtype: torch.dtype | None) -> tuple[str, torch.dtype]:
+    device = named_device(name)
     if dtype is None:
-        wide = kind == "cpu" or not torch.cuda.is_bf16_supported()
-        dtype = torch.float32 if wide else torch.bfloat16
-    return str(torch.empty(0, device=device).device), dtype
+        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        dtype = torch.bfloat16 if has_bf16 else torch.float32
+    return str(device), dtype

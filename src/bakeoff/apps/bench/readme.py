@@ -1,8 +1,6 @@
-"""The README's table of results.
+"""The README's tables of results, all generated from the files in results/.
 
-``python -m bakeoff.apps.bench.readme`` writes it, ``--check`` only compares.
-
-Nothing in it is typed by hand: it says what the files in results/ say.
+``python -m bakeoff.apps.bench.readme`` writes them, ``--check`` only compares.
 """
 
 import statistics
@@ -15,9 +13,11 @@ from typing import Any
 import click
 
 from bakeoff.apps.bench import results
+from bakeoff.apps.bench.cards import FILES, cards, folded, note_on_sources, stamp
 from bakeoff.apps.bench.results import File, cell_of
 from bakeoff.apps.bench.step import MODES
 from bakeoff.apps.bench.suites import cells
+from bakeoff.apps.tabular import markdown_table
 from bakeoff.select.contests.contest import regimes_of
 
 __all__ = ["render", "replaced"]
@@ -30,13 +30,16 @@ Cell = list[dict[str, Any]]
 
 
 def render(folder: Path) -> str:
-    """The text between the markers: a section per machine with results under `folder`."""
-    sections = []
-    for machine in sorted(path for path in folder.glob("*") if path.is_dir()):
-        for file, section in SECTIONS.items():
-            if (machine / file).exists():
-                sections.append(section(results.read(machine / file), f"{folder.name}/{machine.name}/{file}"))
-    return "\n\n".join(sections) or NONE
+    """The text between the markers: for each card with results under `folder` a section per file, the newest
+    card's in full, the others' folded."""
+    parts = []
+    for card in cards(folder):
+        sections = [
+            SECTIONS[path.name](file, path.relative_to(folder.parent).as_posix(), card.newest)
+            for path, file in card.files.items()
+        ]
+        parts += sections if card.newest else [folded(f"Earlier: {stamp(card.env)}", sections)]
+    return "\n\n".join(parts) or NONE
 
 
 def replaced(readme: str, text: str) -> str:
@@ -48,11 +51,10 @@ def replaced(readme: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-def _machine(file: File, name: str) -> str:
+def _ops(file: File, name: str, newest: bool) -> str:
     env = file.env
-    found = _cells(file.rows)
+    contests = _contests(file.rows)
     limits = f"copy {env.copy_gbps / 1000:.2f} TB/s, matmul {env.matmul_tflops:.3g} TFLOP/s"
-    versions = f"torch {env.torch}, triton {env.triton}"
     headings = (
         "op",
         "direction",
@@ -64,40 +66,40 @@ def _machine(file: File, name: str) -> str:
         "worst cell",
         "lost",
     )
-    lines = [
-        f"**{env.device}**, {versions}, {env.date[:10]}: {limits}. `bakeoff bench` wrote [{name}]({name}).",
-        (
-            "Ratios of times, median and worst; below 1 is faster; plain is PyTorch op by op. Lost are cells "
-            "where a peer is faster; peers that were timed but are out for their error count, too."
-        ),
-        "",
-        *_header(*headings),
-    ]
     groups: dict[tuple[str, str, str], list[Cell]] = defaultdict(list)
-    for (op, _, regime, direction), rows in found.items():
+    for (op, _, regime, direction), rows in contests.items():
         groups[op, direction, regime].append(rows)
-    lost: list[str] = []
+    lines, lost = [], []
     for (op, direction, regime), members in sorted(groups.items()):
         line, losing = _group(op, direction, regime, members)
         lines.append(line)
         lost += losing
-    unmeasured = [rows[0] for rows in found.values() if all(row["us"] is None for row in rows)]
-    if lost:
-        lines += [
-            "",
-            f"<details><summary>The {len(lost)} cells in which a peer is faster than ours</summary>",
-            "",
-            *lost,
-            "",
-            "</details>",
-        ]
-    if unmeasured:
-        lines += ["", "Not measured:", "", *(f"- {_name(row)}: {row['reason']}" for row in unmeasured)]
-    return "\n".join([*lines, *_missing("cpu" if env.cuda == "none" else "cuda", set(found)), *_doubts(file)])
+    start = (
+        f"**{env.device}**, torch {env.torch}, triton {env.triton}, {env.date[:10]}: {limits}. "
+        f"`bakeoff bench` wrote [{name}]({name}).\n"
+        "Ratios of times, median and worst; below 1 is faster; plain is PyTorch op by op. Lost are cells "
+        "where a peer is faster, which includes peers that were rejected for their error after being timed."
+    )
+    parts = [start, markdown_table(headings, lines)]
+    if newest:
+        if lost:
+            parts.append(
+                folded(f"The {len(lost)} cells in which a peer is faster than ours", ["\n".join(lost)])
+            )
+        parts += _unmeasured(contests)
+        parts += _missing("cpu" if env.cuda == "none" else "cuda", set(contests))
+    return "\n\n".join([*parts, *_doubts(file, name, newest)])
+
+
+def _unmeasured(contests: dict[tuple[str, str, str, str], Cell]) -> list[str]:
+    """A list of the cells without any time, with the reasons."""
+    rows = [rows[0] for rows in contests.values() if all(row["us"] is None for row in rows)]
+    lines = [f"- {_name(row)}: {row['reason']}" for row in rows]
+    return ["Not measured:", "\n".join(lines)] if lines else []
 
 
 def _missing(device: str, measured: set[tuple[str, str, str, str]]) -> list[str]:
-    """A paragraph that counts, per op, the cells of its grid on `device` that nobody has measured."""
+    """A paragraph that counts, per op, the cells of its grid on `device` without rows."""
     texts = []
     for name in sorted({op for op, *_ in measured} & set(results.declared())):
         asked = {
@@ -107,26 +109,23 @@ def _missing(device: str, measured: set[tuple[str, str, str, str]]) -> list[str]
         }
         if asked - measured:
             texts.append(f"{name} {len(asked - measured)} of {len(asked)}")
-    return ["", f"Cells not measured yet: {', '.join(texts)}."] if texts else []
+    return [f"Cells not measured yet: {', '.join(texts)}."] if texts else []
 
 
-def _doubts(file: File) -> list[str]:
-    """A paragraph that names what has changed since it was measured, and one that counts the warnings."""
+def _doubts(file: File, name: str, newest: bool) -> list[str]:
+    """A paragraph on rows that measured earlier sources, and one that counts the warnings."""
     rows = [row for row in file.rows if "op" in row]
-    stale: dict[str, list[bool]] = defaultdict(list)
-    for row in rows:
-        stale[f"{row['op']} {row['candidate']}"].append(not results.current(row))
-    texts = [f"{name} ({sum(old)} of {len(old)} rows)" for name, old in sorted(stale.items()) if any(old)]
-    lines = ["", f"Stale, measured with another source: {', '.join(texts)}."] if texts else []
+    note = note_on_sources(rows, name, newest=newest)
+    paragraphs = [note] if note else []
     warned = sum(1 for row in rows if row.get("warning"))
     if warned:
         why = "other processes were on the GPU, or its speed drifted"
-        lines += ["", f"{warned} of {len(rows)} rows carry a `warning` in the file: {why}."]
-    return lines
+        paragraphs.append(f"{warned} of {len(rows)} rows carry a `warning` in the file: {why}.")
+    return paragraphs
 
 
-def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tuple[str, list[str]]:
-    """A line of the table, and the cells in which a peer beats the fastest of our kernels."""
+def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tuple[list[str], list[str]]:
+    """A row of the table, and a list of the cells in which a peer beats the fastest of our kernels."""
     against_eager, regrets = [], []
     ratios: list[tuple[float, str, dict[str, Any], dict[str, Any]]] = []
     for rows in members:
@@ -136,6 +135,8 @@ def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tup
         if chosen and incumbent:
             against_eager.append(chosen["us"] / incumbent["us"])
             regrets.append(chosen["us"] / min(row["us"] for row in timed.values() if row["verified"]))
+        if any(results.candidate_of(row) is None for row in timed.values()):
+            continue  # nothing says any more whose kernel that was
         ours = [row for row in timed.values() if results.ours(row)]
         peers = [row for row in timed.values() if not results.ours(row)]
         if ours and peers:
@@ -143,10 +144,10 @@ def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tup
             ratios.append((mine["us"] / best["us"], rows[0]["case"], mine, best))
     texts = [f"{statistics.median(r):.2f}, {max(r):.2f}" if r else "-" for r in (against_eager, regrets)]
     way = "forward + backward" if direction == "both" else direction
-    start = f"| {op} | {way} | {regime} | {len(members)} | {' | '.join(texts)}"
+    start = [op, way, regime, str(len(members)), *texts]
     if not ratios:
-        return f"{start} | - | - | - |", []
-    ratios.sort(key=lambda found: found[0], reverse=True)
+        return [*start, "-", "-", "-"], []
+    ratios.sort(key=lambda entry: entry[0], reverse=True)
     losing = [
         f"- {_name(mine)}: {mine['us']:.1f} us, {best['candidate']}{_mark(best)} {best['us']:.1f} us "
         f"({ratio:.2f})"
@@ -156,23 +157,21 @@ def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tup
     worst, case, mine, best = ratios[0]
     median = statistics.median(ratio for ratio, *_ in ratios)
     cell = f"{case}: {mine['us']:.1f} us, {best['candidate']}{_mark(best)} {best['us']:.1f} us"
-    return f"{start} | {median:.2f}, {worst:.2f} | {cell} | {len(losing)} of {len(ratios)} |", losing
+    return [*start, f"{median:.2f}, {worst:.2f}", cell, f"{len(losing)} of {len(ratios)}"], losing
 
 
-def _selection(file: File, name: str) -> str:
-    env, summary = file.env, file.summary
+def _selection(file: File, name: str, newest: bool) -> str:
+    summary = file.summary
     command = "bakeoff bench --suite selection"
-    lines = [f"Selection on {env.device}, {env.date[:10]} (`{command}` wrote [{name}]({name})):", ""]
+    lines = []
     for regime in ("eager", "graph", "compiled"):
         if regime in summary:
-            found = summary[regime]
+            part = summary[regime]
             lines.append(
-                f"- {regime}: over {found['cells']} cells the choice takes {found['geomean_regret']:.3f} "
-                f"times as long as the "
-                f"best candidate (geometric mean), {found['worst_regret']:.2f} at worst "
-                f"({found['worst_cell']}), and "
-                f"{found['worst_against_eager']:.2f} times as long as eager at worst "
-                f"({found['worst_against_eager_cell']})."
+                f"- {regime}: over {part['cells']} cells the choice takes {part['geomean_regret']:.3f} "
+                f"times as long as the best candidate (geometric mean), {part['worst_regret']:.2f} at worst "
+                f"({part['worst_cell']}), and {part['worst_against_eager']:.2f} times as long as eager at "
+                f"worst ({part['worst_against_eager_cell']})."
             )
     if "overhead_us" in summary:
         texts = [f"{op} {us:.2f} us" for op, us in summary["overhead_us"].items()]
@@ -183,42 +182,35 @@ def _selection(file: File, name: str) -> str:
             f"With its table there, a start spends {summary['cached_start_s']:.2f} s on selection "
             f"and {summary['load_s']:.1f} s on loading the winners' compiled code."
         )
-    return "\n".join([*lines, *_doubts(file)])
+    start = f"Selection on {stamp(file.env)} (`{command}` wrote [{name}]({name})):"
+    return "\n\n".join([start, "\n".join(lines), *_doubts(file, name, newest)])
 
 
-def _steps(file: File, name: str) -> str:
-    env = file.env
-    lines = [
-        (
-            f"Whole training steps on {env.device}, torch {env.torch} "
-            f"(`bakeoff bench --suite step` wrote [{name}]({name})):"
-        ),
-        "",
-        *_header("step", "mode", "us a step", "bytes/s", "launches", "syncs", "peak MiB", "loss", "on"),
-    ]
+def _steps(file: File, name: str, newest: bool) -> str:
+    headings = ("step", "mode", "us a step", "bytes/s", "launches", "syncs", "peak MiB", "loss", "on")
+    lines = []
     for row in sorted(file.rows, key=lambda row: MODES.index(row["mode"])):
         mode = row["mode"] + (" (not captured)" if row.get("reason") else "")
         times = [f"{row['step_us']:,.0f}", f"{row['tokens_per_s']:,.0f}"]
         counts = [_count(row["launches"]), _count(row["syncs"])]
         peak = row["peak_bytes"]
         last = ["-" if peak is None else f"{peak / 2**20:,.0f}", f"{row['loss']:.4f}", row["date"][:10]]
-        lines.append(f"| {' | '.join([_size(row), mode, *times, *counts, *last])} |")
-    return "\n".join(lines)
+        lines.append([_size(row), mode, *times, *counts, *last])
+    command = "bakeoff bench --suite step"
+    start = f"Whole training steps on {stamp(file.env)} (`{command}` wrote [{name}]({name})):"
+    return f"{start}\n\n{markdown_table(headings, lines)}"
 
 
-def _ranks(file: File, name: str) -> str:
-    env = file.env
-    lines = [
-        f"Training on several {env.device}, torch {env.torch}, {env.date[:10]} ([{name}]({name})):",
-        "",
-        *_header("step", "GPUs", "mode", "us a step", "bytes/s", "largest difference from one GPU"),
-    ]
+def _ranks(file: File, name: str, newest: bool) -> str:
+    headings = ("step", "GPUs", "mode", "us a step", "bytes/s", "largest difference from one GPU")
+    lines = []
     for row in file.rows:
         apart = row.get("largest_difference_from_one_gpu")
         figures = [f"{row['step_us']:,.0f}", f"{row['tokens_per_s']:,.0f}"]
         figures.append("-" if apart is None else f"{apart:.1e}")
-        lines.append(f"| {' | '.join([_size(row), str(row['ranks']), row['mode'], *figures])} |")
-    return "\n".join(lines)
+        lines.append([_size(row), str(row["ranks"]), row["mode"], *figures])
+    start = f"Training on several GPUs, {stamp(file.env)} ([{name}]({name})):"
+    return f"{start}\n\n{markdown_table(headings, lines)}"
 
 
 def _size(row: dict[str, Any]) -> str:
@@ -226,20 +218,16 @@ def _size(row: dict[str, Any]) -> str:
     return f"{size}, {row['precision']}"
 
 
-def _header(*headings: str) -> list[str]:
-    return [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
-
-
 def _count(number: int | None) -> str:
     return "-" if number is None else f"{number:,}"
 
 
-def _cells(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str, str], Cell]:
-    found: dict[tuple[str, str, str, str], Cell] = defaultdict(list)
+def _contests(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str, str], Cell]:
+    contests: dict[tuple[str, str, str, str], Cell] = defaultdict(list)
     for row in rows:
         if "op" in row:  # runs of whole models have none
-            found[cell_of(row)].append(row)
-    return found
+            contests[cell_of(row)].append(row)
+    return contests
 
 
 def _mark(row: dict[str, Any]) -> str:
@@ -250,13 +238,10 @@ def _name(row: dict[str, Any]) -> str:
     return f"{row['op']} {row['case']}, {row['direction']}, {row['regime']}"
 
 
-SECTIONS: dict[str, Callable[[File, str], str]] = {
-    "ops.json": _machine,
-    "selection.json": _selection,
-    "step.json": _steps,
-    "train.json": _ranks,
-}
-"""What is said of each file of a machine, in this order."""
+SECTIONS: dict[str, Callable[[File, str, bool], str]] = dict(
+    zip(FILES, (_ops, _selection, _steps, _ranks), strict=True)
+)
+"""The section on each file of a card, from the file, its path, and whether the card is the newest."""
 
 
 @click.command()

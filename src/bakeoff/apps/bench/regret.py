@@ -1,8 +1,7 @@
-"""Suite "selection": what choosing costs. Regret of the choices, overhead of a call, time to tune and to
-start.
+"""Suite "selection", the costs of choosing: regret, overhead of a call, time to tune and to start.
 
-Regret is honest: the choice is made as for any call, at the bucket's representative, and then every candidate
-is measured afresh at the exact shape.
+Regret is the time of the choice over that of the best candidate. The choice is made as for any call, at the
+bucket's representative; then every candidate is measured anew at the exact shape.
 """
 
 import math
@@ -28,16 +27,17 @@ from bakeoff.select.contests.measure import Timing, input_sets, interleave, work
 from bakeoff.select.contests.side_by_side import Wanted, Workers
 from bakeoff.select.declare.key import key
 from bakeoff.select.declare.variants import bound
+from bakeoff.timing import Clock, seconds_per_call
 
 __all__ = ["SelectionRow", "overhead_us", "regret_rows", "run_selection", "summary"]
 
 OWN = "triton"
-TINY = 2**14  # elements of a call whose device time hides behind the host's
+TINY = 2**14  # elements of a call that the device finishes sooner than the host issues it
 
 
 class SelectionRow(Row, kw_only=True):
     """A row of this suite. `measure` says what `us` is: "time" of a call at the exact shape; "host", the
-    host's time of a call too small for anything else to matter; "overhead", what selection adds to a call."""
+    host's time of a call too small for the device's to matter; "overhead", what selection adds to a call."""
 
     measure: str = "time"
     regret: float | None = None
@@ -47,7 +47,7 @@ class SelectionRow(Row, kw_only=True):
 
 
 Hear = Callable[[list[SelectionRow], str], None]
-"""Hears the rows of a cell, or why there are none."""
+"""Called for every cell with its rows, and the reason where they have no times."""
 
 
 def run_selection(
@@ -79,18 +79,18 @@ def run_selection(
 
     with Workers(jobs, announce) as workers:
         for op in ops:
-            wanted = [
+            open_ = [
                 cell
                 for cell in cells(op, device, text)
                 if not (resume and known(file, cell, regimes_of(cell.case)))
             ]
-            while wanted:
-                together, wanted = wanted[: workers.jobs], wanted[workers.jobs :]
+            while open_:
+                together, open_ = open_[: workers.jobs], open_[workers.jobs :]
                 for cell, decided in zip(
                     together, _decided(together, contests, workers, budget_s), strict=True
                 ):
                     announce(f"{op.name} {cell.case.name}, {cell.direction}")
-                    rows, reason = _settled(cell, decided, budget_s)
+                    rows, reason = _measured(cell, decided, budget_s)
                     file = _stored(out, env, rows)
                     hear(rows, reason)
             if resume and _knows_host(file, op, device):
@@ -112,18 +112,18 @@ def _knows_host(file: File, op: Op, device: str) -> bool:
     return {row["candidate"] for row in held} == set(op.by_name) and all(map(results.current, held))
 
 
-def _settled(
+def _measured(
     cell: Cell, decided: list[Row] | ContestError, budget_s: float
 ) -> tuple[list[SelectionRow], str]:
-    """The rows of a cell; or of why there are none, and that."""
+    """The rows of a cell and an empty text; or rows without times, and the reason."""
     regimes = regimes_of(cell.case)
     try:
         if isinstance(decided, ContestError):
             raise decided
-        found = []
+        rows = list[SelectionRow]()
         for regime in regimes:
-            found += regret_rows(cell, [row for row in decided if row.regime == regime], budget_s)
-        return found, ""
+            rows += regret_rows(cell, [row for row in decided if row.regime == regime], budget_s)
+        return rows, ""
     except (ContestError, torch.cuda.OutOfMemoryError) as error:
         reason = str(error).splitlines()[0]
         failed = [results.failed_row(cell, regime, reason) for regime in regimes]
@@ -133,32 +133,32 @@ def _settled(
 def _decided(
     together: Sequence[Cell], contests: File, workers: Workers, budget_s: float
 ) -> list[list[Row] | ContestError]:
-    """What the contest at each cell's representative found, a row per regime and candidate, or why there was
-    none."""
-    found: dict[int, list[Row] | ContestError] = {}
+    """For each cell the result of the contest at its representative, a row per regime and candidate; or the
+    error that prevented it."""
+    outcomes: dict[int, list[Row] | ContestError] = {}
     open_: dict[int, Wanted] = {}
     for i, cell in enumerate(together):
         op, regimes = find_op(cell.op.name), regimes_of(cell.case)
         own = all(key(op, cell.case, regime) == key(cell.op, cell.case, regime) for regime in regimes)
         rows = known(contests, cell, regimes) if own else []
         if rows:
-            found[i] = rows
+            outcomes[i] = rows
         else:
             open_[i] = Wanted(op, op.bucket(cell.case), regimes, budget_s)
     places = list(open_)
     for place, outcome in workers.hold(list(open_.values())):
         i = places[place]
         if isinstance(outcome, ContestError):
-            found[i] = outcome
+            outcomes[i] = outcome
         else:
             rows_of = results.rows_of_verdict
-            found[i] = [row for verdict in outcome for row in rows_of(together[i], verdict)]
-    return [found[i] for i in range(len(together))]
+            outcomes[i] = [row for verdict in outcome for row in rows_of(together[i], verdict)]
+    return [outcomes[i] for i in range(len(together))]
 
 
 def regret_rows(cell: Cell, decided: Sequence[Row], budget_s: float) -> list[SelectionRow]:
-    """Every candidate that a contest qualified, measured at the exact case, and what is lost by choosing as a
-    call would: the winner, or the next best that takes this case."""
+    """Every candidate that the contest verified, measured at the exact case. The chosen one is the one a call
+    would run: the winner, or the next best that supports this case."""
     device = cell.case.device
     ranking = sorted(
         (row for row in decided if row.us and row.verified), key=lambda row: (not row.chosen, row.us or 0.0)
@@ -170,7 +170,7 @@ def regret_rows(cell: Cell, decided: Sequence[Row], budget_s: float) -> list[Sel
     eager = timings[cell.op.incumbent.name].us
     cost = cell.op.cost(cell.case)
     limit = hardware.limit_us(cost.bytes, cost.flops, device)
-    found = []
+    rows = []
     for row in decided:
         timing = timings.get(row.candidate)
         changed = {
@@ -182,8 +182,8 @@ def regret_rows(cell: Cell, decided: Sequence[Row], budget_s: float) -> list[Sel
             "regret": timing.us / best if timing else None,
             "against_eager": timing.us / eager if timing else None,
         }
-        found.append(SelectionRow(**{**msgspec.structs.asdict(row), **changed}))
-    return found
+        rows.append(SelectionRow(**{**msgspec.structs.asdict(row), **changed}))
+    return rows
 
 
 def host_rows(op: Op, device: str, budget_s: float) -> list[SelectionRow]:
@@ -192,18 +192,18 @@ def host_rows(op: Op, device: str, budget_s: float) -> list[SelectionRow]:
     timings, reasons = _timed(cell, "eager", dict.fromkeys(op.by_name, ""), 0, budget_s)
     cost = op.cost(cell.case)
     limit = hardware.limit_us(cost.bytes, cost.flops, device)
-    found = []
+    rows = []
     for name in op.by_name:
         fields = {**_times(timings.get(name), limit), "reason": reasons.get(name, "")}
-        found.append(_row(cell, name, cost.bytes, cost.flops, measure="host", **fields))
-    return found
+        rows.append(_row(cell, name, cost.bytes, cost.flops, measure="host", **fields))
+    return rows
 
 
 def _timed(
     cell: Cell, regime: str, variants: Mapping[str, str], beyond_bytes: int, budget_s: float
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """(times by candidate, why the others have none), measured in this process; `variants` gives the launch
-    configuration of each candidate."""
+    """(times by candidate, reasons of those without one), measured in this process with the launch
+    configuration that `variants` gives for each candidate."""
     sets = input_sets(cell.op, cell.case, beyond_bytes)
     timer = timers_for(cell.case)[regime]
     samplers, reasons = {}, {}
@@ -215,13 +215,13 @@ def _timed(
             continue
         try:
             samplers[name] = timer.sampler(work(cell.op, cell.case, bound(candidate, variant), sets))
-        except Exception as error:  # noqa: BLE001  whatever it is, it belongs into the row
+        except Exception as error:  # noqa: BLE001  every failure becomes the row's reason
             reasons[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return interleave(samplers, budget_s), reasons
 
 
 def overhead_rows(op: Op, device: str) -> list[SelectionRow]:
-    """What selection adds to a call that it has seen before, over calling the candidate itself."""
+    """The time that selection adds to a call of a kind seen before, over calling the candidate itself."""
     cell = _tiny(op, device)
     case = cell.case.without_grad()
     args = inputs(op, case, 0)
@@ -245,21 +245,16 @@ def overhead_us(
     *,
     rounds: int = 200,
     calls: int = 50,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Clock = time.perf_counter,
 ) -> float:
     """Median over `rounds` of (time of `selected` - time of `direct`), microseconds a call, alternating the
     two.
 
-    Only the host's part: the device's queue is drained between rounds and never full within one.
+    Only the host's time counts: the device's queue is empty before each round, and never full within one.
     """
 
     def taken(call: Callable[[], Any]) -> float:
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
-        start = clock()
-        for _ in range(calls):
-            call()
-        return (clock() - start) / calls * 1e6
+        return 1e6 * seconds_per_call([call], calls, device, clock=clock, host_only=True)
 
     taken(selected), taken(direct)
     return statistics.median(taken(selected) - taken(direct) for _ in range(rounds))
@@ -268,13 +263,13 @@ def overhead_us(
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Per regime: cells, geometric mean and worst regret, and the worst time against eager, with their cells;
     per op the largest overhead; the tuning times."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     chosen = [row for row in rows if row.get("chosen") and row.get("regret")]
     for regime in sorted({row["regime"] for row in chosen}):
         mine = [row for row in chosen if row["regime"] == regime]
         worst = max(mine, key=lambda row: row["regret"])
         slowest = max(mine, key=lambda row: row["against_eager"])
-        found[regime] = {
+        result[regime] = {
             "cells": len(mine),
             "geomean_regret": math.exp(statistics.fmean(math.log(row["regret"]) for row in mine)),
             "worst_regret": worst["regret"],
@@ -284,14 +279,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         }
     overheads = [row for row in rows if row.get("measure") == "overhead"]
     if overheads:
-        found["overhead_us"] = {
+        result["overhead_us"] = {
             op: max(row["us"] for row in overheads if row["op"] == op)
             for op in sorted({r["op"] for r in overheads})
         }
     tuned = [row for row in rows if "tune_s" in row]
     if tuned:
-        found |= {name: tuned[-1][name] for name in ("tune_s", "cached_start_s", "load_s")}
-    return found
+        result |= {name: tuned[-1][name] for name in ("tune_s", "cached_start_s", "load_s")}
+    return result
 
 
 def _stored(out: Path, env: Env, rows: Sequence[SelectionRow], tuned: dict[str, Any] | None = None) -> File:

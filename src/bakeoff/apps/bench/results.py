@@ -27,13 +27,14 @@ from bakeoff import hardware
 from bakeoff.apps.bench.suites import Cell
 from bakeoff.errors import BakeoffError
 from bakeoff.paths import contents
-from bakeoff.select import Op, Trial, Verdict, registry
+from bakeoff.select import Candidate, Op, Trial, Verdict, registry
 
 __all__ = [
     "Env",
     "File",
     "ResultsError",
     "Row",
+    "candidate_of",
     "cell_of",
     "changed",
     "commit",
@@ -109,7 +110,7 @@ class Row(msgspec.Struct, kw_only=True):
     key: str = ""
     date: str = ""
     commit: str = ""
-    """Of the sources measured, as in `Env`, whose commit is that of the file's last run."""
+    """The commit of the sources measured; that of `Env` is the last run's."""
     warning: str = ""
     variant: str = ""
     """The launch configuration (`bakeoff.select.declare.variants`); "" is the candidate's default."""
@@ -199,7 +200,7 @@ def rows_of_verdict(cell: Cell, verdict: Verdict, *, variants: bool = False) -> 
 
 
 def failed_row(cell: Cell, regime: str, reason: str) -> Row:
-    """The row of a cell whose contest could not be held: the incumbent, and why."""
+    """The row of a cell whose contest could not be held: the incumbent, without a time, and the reason."""
     cost, incumbent = cell.op.cost(cell.case), cell.op.incumbent
     return Row(
         **_place(cell, regime),
@@ -268,7 +269,7 @@ def cell_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def keep(file: File, rows: Sequence[Row]) -> None:
-    """Put `rows` in place of those of the same cells."""
+    """Put `rows` in the place of the file's rows of the same cells."""
     cells_now = {row.cell for row in rows}
     file.rows = [row for row in file.rows if "op" not in row or cell_of(row) not in cells_now]
     file.rows += [msgspec.to_builtins(row) for row in rows]
@@ -295,7 +296,7 @@ def write(path: Path, file: File) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """`folder`, for one writer at a time; without a lock where there are none."""
+    """Lets one writer at a time into `folder`; no lock where the file system has none."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # writing says what is wrong
             folder.mkdir(parents=True, exist_ok=True)
@@ -305,20 +306,24 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def current(row: dict[str, Any]) -> bool:
-    """Whether the candidate a row measured still has that source. A peer's hash holds the version installed
-    where it was measured, which says nothing here."""
+def candidate_of(row: dict[str, Any]) -> Candidate | None:
+    """The candidate that a row measured, or None where there is none of that name any more."""
     op = declared().get(row["op"])
-    candidate = op.by_name.get(row["candidate"]) if op else None
+    return op.by_name.get(row["candidate"]) if op else None
+
+
+def current(row: dict[str, Any]) -> bool:
+    """Whether the candidate a row measured still has that source. Third-party candidates count as current:
+    their hash contains the version that was installed on the measuring machine."""
+    candidate = candidate_of(row)
     if candidate is None:
         return False
-    return not set(candidate.requires) <= {"triton"} or candidate.source_hash == row["source_hash"]
+    return candidate.third_party or candidate.source_hash == row["source_hash"]
 
 
 def ours(row: dict[str, Any]) -> bool:
     """Whether the candidate a row measured runs kernels of this package."""
-    op = declared().get(row["op"])
-    candidate = op.by_name.get(row["candidate"]) if op else None
+    candidate = candidate_of(row)
     return candidate is not None and bool(candidate.launches)
 
 
@@ -343,7 +348,7 @@ def _place(cell: Cell, regime: str) -> dict[str, Any]:
 
 
 def _verified(trial: Trial) -> bool:
-    """It passed verification, and again after it had been timed (what failed then says "after ...")."""
+    """Whether it passed verification, also after it had been timed (reasons from then begin with "after")."""
     return trial.errors is not None and not (trial.rejected or "").startswith("after ")
 
 
@@ -362,14 +367,14 @@ def declared() -> dict[str, Op]:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
-    wanted = {package for op in declared().values() for c in op.candidates for package in c.requires}
+    versions = {}
+    required = {package for op in declared().values() for c in op.candidates for package in c.requires}
     distributions = importlib.metadata.packages_distributions()
-    for package in sorted(wanted - {"triton"}):
+    for package in sorted(required - {"triton"}):
         if importlib.util.find_spec(package):
             name = distributions.get(package, [package])[0]
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 @functools.cache

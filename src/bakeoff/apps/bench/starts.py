@@ -1,6 +1,6 @@
-"""How long the small LLM-Med takes to tune from nothing, and to start once the table is there.
+"""The time that the small LLM-Med takes to tune from nothing, and to start when its table is there.
 
-Both are measured in processes of their own, with caches (table, Triton's, Inductor's) of their own.
+Each is measured in a new process, with a table and caches of Triton and Inductor that nothing else uses.
 """
 
 import json
@@ -8,15 +8,15 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from bakeoff.device import synchronize
 from bakeoff.errors import ContestError
 from bakeoff.models.llm_med import Config, LLMMed
 from bakeoff.select import tune, using
+from bakeoff.timing import seconds_per_call
 
 __all__ = ["measured"]
 
@@ -24,7 +24,7 @@ _LIMIT_S = 900
 
 
 def measured(device: str) -> dict[str, Any]:
-    """One row of seconds, each less those of a plain step: `bakeoff.tune` with empty caches (`tune_s`) and
+    """A row of times, each less that of a plain step: `bakeoff.tune` with empty caches (`tune_s`) and
     with full ones (`cached_start_s`), and loading the winners' compiled code in a new process (`load_s`).
 
     Raises:
@@ -58,15 +58,8 @@ def _once(device: str, folder: str) -> dict[str, Any]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ContestError(f"tuning LLM-Med small on {device} failed: {last}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def timed(step: Callable[[], None]) -> float:
-    """Seconds that `step` takes."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
+    seconds: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
 
 
 def main(device: str) -> None:
@@ -81,12 +74,11 @@ def main(device: str) -> None:
             _, loss = model(ids[:, :-1], ids[:, 1:])
         loss.backward()
         model.zero_grad(set_to_none=True)
-        if cuda:
-            torch.cuda.synchronize(device)
+        synchronize(device)  # so that tuning, which runs this step, counts all of it
 
     with using("off"):
         step()  # the device's own start is not tuning
-    first_s = timed(step)
+    first_s = seconds_per_call([step], 1, device)
     report = tune(step, 120.0)
     step()
     print(
@@ -102,7 +94,7 @@ def main(device: str) -> None:
                 "unsettled": report.unsettled,
                 "tune_s": report.seconds,
                 "first_s": first_s,
-                "step_s": timed(step),
+                "step_s": seconds_per_call([step], 1, device),
             }
         )
     )

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +24,11 @@ from bakeoff.apps.train import Config, recipe, resolve
 from bakeoff.apps.train.data import Batches, ByteCorpus, split
 from bakeoff.apps.train.selection import choices, settle
 from bakeoff.apps.train.step import Stepper, uses_bf16
+from bakeoff.device import synchronize
 from bakeoff.graphs.sync import WAITED, sync_mode
 from bakeoff.models import build
 from bakeoff.select import tune, using
+from bakeoff.timing import seconds_per_call
 
 __all__ = ["MODES", "StepRow", "run_step"]
 
@@ -37,9 +38,9 @@ _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcp
 
 
 class StepRow(msgspec.Struct, kw_only=True):
-    """A mode's step. `step_us` is the median over blocks of steps (wall time, device waited for at the end of
-    a block); `launches` and `kernels` are what the host asks for and what the device runs in a step; `syncs`
-    how often the host waits in it; `loss` the mean over all steps made, in nats."""
+    """A mode's step. `step_us` is the median over blocks of steps (wall time until the device has finished a
+    block). Per step, `launches` counts the host's calls to the driver, `kernels` what the device runs, and
+    `syncs` how often the host waits. `loss` is the mean over all steps, in nats."""
 
     model: str
     mode: str
@@ -62,7 +63,7 @@ class StepRow(msgspec.Struct, kw_only=True):
     reason: str = ""
     """Why the mode is not what it says, where it could not be captured."""
     source_hash: str = ""
-    """Of the whole package: a step runs most of it."""
+    """Hash of all sources of the package, most of which a step runs."""
     date: str = ""
 
 
@@ -117,14 +118,14 @@ def _same(row: dict[str, Any], config: Config, mode: str) -> bool:
 @functools.cache
 def _source_hash() -> str:
     folder = Path(bakeoff.__file__).parent
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        found.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _sized(device: str) -> tuple[Config, tuple[str, ...], int]:
-    """(the configuration, the modes, steps a block): the published 48 rows of 512 bytes on a GPU."""
+    """(configuration, modes, steps a block); on a GPU 48 rows of 512 bytes, as in published results."""
     if device.startswith("cuda"):
         given = ["train.batch_size=48", "train.seq_len=512"]
         return resolve(recipe("llm-med"), None, given), MODES, 20
@@ -148,16 +149,16 @@ def measured(config: Config, device: torch.device, mode: str, steps: int, budget
         selected = _selected(lambda: stepper.rehearse(batches[0].to(device)), config)
         if captured:
             stepper.capture()
-        made = 0
+        count = 0
 
         def step() -> None:
-            nonlocal made
-            stepper(batches[made % _BATCHES].to(device, non_blocking=True), rate)
-            made += 1
+            nonlocal count
+            stepper(batches[count % _BATCHES].to(device, non_blocking=True), rate)
+            count += 1
 
         for _ in range(_WARM):
             step()
-        times = sorted(_block(step, steps, device) for _ in range(_BLOCKS))
+        times = sorted(seconds_per_call([step], steps, device) for _ in range(_BLOCKS))
         launches, kernels = _launches(step, device)
         syncs = _syncs(step, device)
         median = statistics.median(times)
@@ -178,8 +179,8 @@ def measured(config: Config, device: torch.device, mode: str, steps: int, budget
             syncs=syncs,
             peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             graph_bytes=stepper.graph_bytes,
-            loss=stepper.read(made)["loss"],
-            steps=made,
+            loss=stepper.read(count)["loss"],
+            steps=count,
             choices=selected,
             reason=stepper.uncaptured,
             source_hash=_source_hash(),
@@ -198,8 +199,8 @@ def _batches(config: Config, device: torch.device) -> list[Tensor]:
     corpus = ByteCorpus.open(config.data.path)
     training, _ = split(corpus, config.data.holdout, config.seq_len)
     source = Batches(corpus, training, seq_len=config.seq_len, batch_size=config.train.batch_size, seed=0)
-    found = [source.batch(number) for number in range(_BATCHES)]
-    return [rows.pin_memory() for rows in found] if device.type == "cuda" else found
+    batches = [source.batch(number) for number in range(_BATCHES)]
+    return [rows.pin_memory() for rows in batches] if device.type == "cuda" else batches
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -208,29 +209,14 @@ def _reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _block(step: Callable[[], None], steps: int, device: torch.device) -> float:
-    """Seconds a step."""
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    _wait(device)
-    return (time.perf_counter() - start) / steps
-
-
 def _launches(step: Callable[[], None], device: torch.device) -> tuple[int | None, int | None]:
-    """(what the host asks the driver for, what the device runs) in a step, by the profiler."""
+    """(the host's calls to the driver, what the device runs) in a step, counted by the profiler."""
     if device.type != "cuda":
         return None, None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         step()
-        _wait(device)
+        synchronize(device)
     events = list(profiler.events())
     asked = sum(event.name.startswith(_LAUNCHES) for event in events)
     ran = sum(str(event.device_type).endswith("CUDA") for event in events)

@@ -1,4 +1,4 @@
-"""What is measured: an op's grid, on this device, in both directions."""
+"""What is measured: an op's grid on this device, in both directions."""
 
 from collections.abc import Iterator
 
@@ -39,16 +39,16 @@ def cells(op: Op, device: str, text: str = "") -> Iterator[Cell]:
 def cpu_cases(op: Op, text: str = "") -> list[Case]:
     """The op's grid with fewer rows, on the CPU; cases that become equal are taken once.
 
-    Feature sizes, dtypes, flags and layouts stay, so every form of the op is still there. `text` takes part
-    of it, as in `cells`, and may be of the name or shapes before rows were cut, too.
+    Feature sizes, dtypes, flags and layouts stay, so every form of the op is still there. `text` selects
+    cases as in `cells`; it may also match the name or shapes before rows were cut.
     """
-    found: dict[str, Case] = {}
+    distinct: dict[str, Case] = {}
     for case in op.cases():
         small = shrunk(op, Case(case.args, "cpu"), CPU_ELEMENTS)
         if _matches(op, case, small, text):
             name = write_case(op, small)
-            found.setdefault(name, Case(small.args, "cpu", name))
-    return list(found.values())
+            distinct.setdefault(name, Case(small.args, "cpu", name))
+    return list(distinct.values())
 
 
 def _matches(op: Op, case: Case, measured: Case, text: str) -> bool:
@@ -65,7 +65,7 @@ def shrunk(op: Op, case: Case, elements: int) -> Case:
     while bound > 1 and max(meta.numel for meta in case.tensors.values()) > elements:
         bound //= 2
         case = case.replace(**{name: _cut(op, name, meta, bound) for name, meta in case.tensors.items()})
-        # What a bucket does without has no effect: filters longer than the sequence.
+        # A bucket drops what has no effect, such as the part of a filter beyond the sequence's length.
         kept = op.bucket(case).tensors
         case = case.replace(
             **{name: kept[name] for name, meta in case.tensors.items() if kept[name].numel < meta.numel}

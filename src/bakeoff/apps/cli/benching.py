@@ -1,18 +1,19 @@
-"""bench: the suites, with a table as they go."""
+"""bench: runs a suite and prints each result as it is measured."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from bakeoff.apps.bench import contests, regret, results, step
 from bakeoff.apps.bench.regret import SelectionRow
 from bakeoff.apps.bench.results import ResultsError
 from bakeoff.apps.bench.suites import Cell, cells
-from bakeoff.apps.cli.terminal import console, declared, device_named, working
+from bakeoff.apps.cli.terminal import console, declared, print_plain, working
 from bakeoff.apps.render import explained, selection_table
+from bakeoff.apps.tabular import named_values
+from bakeoff.device import named_device
 from bakeoff.select import Verdict, find_op
 from bakeoff.select.declare.key import REGIMES
 
@@ -30,8 +31,8 @@ def run(
     resume: bool,
     jobs: int,
 ) -> None:
-    """Run a suite and say where its results are."""
-    device = device_named(device)
+    """Run a suite and print where its results are."""
+    device = str(named_device(device))
     if suite == "step":
         if names or text or regimes or jobs > 1:
             raise ResultsError(
@@ -41,8 +42,8 @@ def run(
         return
     budget = 2.0 if budget is None else budget
     ops = [find_op(name) for name in names] or list(declared().values())
-    wanted = _regimes(regimes, device)
-    if suite == "selection" and wanted:
+    chosen_regimes = _regimes(regimes, device)
+    if suite == "selection" and chosen_regimes:
         raise ResultsError("--regimes belongs to --suite ops: leave it out")
     count = sum(1 for op in ops for _ in cells(op, device, text))
     if not count:
@@ -59,12 +60,12 @@ def run(
                 ops,
                 device,
                 out,
-                regimes=wanted,
+                regimes=chosen_regimes,
                 text=text,
                 budget_s=budget,
                 resume=resume,
                 jobs=jobs,
-                hear=_printing(printer, device),
+                hear=_cell_printer(printer, device),
                 announce=status.update,
             )
         else:
@@ -76,11 +77,11 @@ def run(
                 budget_s=budget,
                 resume=resume,
                 jobs=jobs,
-                hear=_lining(printer),
+                hear=_row_printer(printer),
                 announce=status.update,
             )
-            _sum_up(out, printer)
-    printer.print(f"results: {out}", highlight=False, soft_wrap=True)
+            _print_summary(out, printer)
+    print_plain(printer, f"results: {out}")
 
 
 def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> None:
@@ -94,16 +95,16 @@ def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> Non
             peak, held = (row.peak_bytes or 0) / 2**20, row.graph_bytes / 2**20
             figures += f"  {row.launches} launches, {row.kernels} kernels, {row.syncs} syncs"
             figures += f", peak {peak:.0f} MiB, graph {held:.0f} MiB"
-        printer.print(f"{row.mode:18}{figures}", highlight=False, soft_wrap=True)
+        print_plain(printer, f"{row.mode:18}{figures}")
         if row.reason:
             printer.print(Text(f"  not captured: {row.reason}", style="yellow"))
 
     with working(printer, "measuring the device's limits") as status:
         step.run_step(device, out, budget_s=budget, resume=resume, hear=hear, announce=status.update)
-    printer.print(f"results: {out}", highlight=False, soft_wrap=True)
+    print_plain(printer, f"results: {out}")
 
 
-def _printing(printer: Console, device: str) -> contests.Hear:
+def _cell_printer(printer: Console, device: str) -> contests.Hear:
     def hear(cell: Cell, verdicts: list[Verdict], reason: str) -> None:
         printer.print(Text(f"{cell.op.name} {cell.case.name}, {cell.direction}", style="bold"))
         if reason:
@@ -113,35 +114,36 @@ def _printing(printer: Console, device: str) -> contests.Hear:
     return hear
 
 
-def _lining(printer: Console) -> regret.Hear:
+def _row_printer(printer: Console) -> regret.Hear:
     def hear(rows: list[SelectionRow], reason: str) -> None:
         if reason:
             printer.print(Text(f"not measured: {rows[0].op} {rows[0].case}: {reason}", style="red"))
         for row in rows:
             if row.us is not None and (row.chosen or row.measure != "time"):
                 end = f"  regret {row.regret:.3f}, {row.against_eager:.2f} of eager" if row.regret else ""
-                place = f"{row.op} {row.case}, {row.direction}, {row.regime}"
-                line = f"{place}: {row.candidate} {row.us:.2f} us{end}"
-                printer.print(line, highlight=False, markup=False, soft_wrap=True)
+                cell = f"{row.op} {row.case}, {row.direction}, {row.regime}"
+                line = f"{cell}: {row.candidate} {row.us:.2f} us{end}"
+                print_plain(printer, line)
 
     return hear
 
 
-def _sum_up(out: Path, printer: Console) -> None:
-    grid = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in results.read(out).summary.items():
-        for inner, figure in value.items() if isinstance(value, dict) else [("", value)]:
-            grid.add_row(name, inner, f"{figure:.3f}" if isinstance(figure, float) else str(figure))
-    printer.print(grid)
+def _print_summary(out: Path, printer: Console) -> None:
+    rows = [
+        (name, part, f"{figure:.3f}" if isinstance(figure, float) else str(figure))
+        for name, value in results.read(out).summary.items()
+        for part, figure in (value.items() if isinstance(value, dict) else [("", value)])
+    ]
+    printer.print(named_values(rows))
 
 
 def _regimes(text: str | None, device: str) -> tuple[str, ...] | None:
     if text is None:
         return None
-    found = tuple(part.strip() for part in text.split(",") if part.strip())
-    unknown = [name for name in found if name not in REGIMES]
-    if unknown or not found:
+    regimes = tuple(part.strip() for part in text.split(",") if part.strip())
+    unknown = [name for name in regimes if name not in REGIMES]
+    if unknown or not regimes:
         raise ResultsError(f"--regimes {text!r}: the regimes are {', '.join(REGIMES)}")
-    if "graph" in found and not device.startswith("cuda"):
+    if "graph" in regimes and not device.startswith("cuda"):
         raise ResultsError("--regimes graph needs a CUDA device: use eager or compiled on the CPU")
-    return found
+    return regimes

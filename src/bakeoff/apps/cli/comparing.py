@@ -1,16 +1,17 @@
-"""compare: two recipes with equal parameters, and which is better."""
+"""compare: which of two recipes with equal parameters is better."""
 
-import math
+import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
-from bakeoff.apps.cli.terminal import console, device_named, working
+from bakeoff.apps.cli.terminal import console, print_plain, working
 from bakeoff.apps.compare import CompareError, compare, pair, table
 from bakeoff.apps.compare.document import path_of
 from bakeoff.apps.train import RECIPES
+from bakeoff.device import named_device
 
 __all__ = ["run"]
 
@@ -20,7 +21,6 @@ CPU_MINUTES, GPU_MINUTES = 1.0, 3.0
 
 def run(
     words: Sequence[str],
-    *,
     data: str | None,
     minutes: float | None,
     steps: int | None,
@@ -31,49 +31,39 @@ def run(
     out: Path | None,
     resume: bool,
 ) -> None:
-    """Compare, and say what came of it and where it is."""
+    """Compare two recipes, and print the result and where it is."""
     if minutes is not None and steps is not None:
         raise click.UsageError("--minutes and --steps are two limits: give one of them")
-    if minutes is not None and not math.isfinite(minutes):
-        raise click.UsageError(f"--minutes {minutes} is no time: give a number such as 3")
     if resume and out is None:
         raise click.UsageError("--resume goes on with the comparison in --out: give that folder")
-    device = device_named(device)
+    device = str(named_device(device))
     cuda = device.startswith("cuda")
     if minutes is None and steps is None:
         minutes = GPU_MINUTES if cuda else CPU_MINUTES
     first, second = _names(words, size or ("small" if cuda else "tiny"))
     overrides = [word for word in words if "=" in word]
     both = pair(first, second, overrides, data=data, device=device, minutes=minutes, steps=steps)
-    wanted = _lengths(lengths)
     out = out or Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
     printer = console()
     limit = f"{minutes:g} minutes" if minutes is not None else f"{steps} steps"
-    printer.print(
-        f"{first} against {second} on {device}: {seeds} seeds each, {limit} a run, to {out}",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
-
-    def say(line: str) -> None:
-        printer.print(line, highlight=False, markup=False, soft_wrap=True)
-
+    print_plain(printer, f"{first} against {second} on {device}: {seeds} seeds each, {limit} a run, to {out}")
     with working(printer, "measuring the device's limits") as status:
         document = compare(
             *both,
             out,
             seeds=seeds,
-            lengths=wanted,
+            lengths=_lengths(lengths),
             resume=resume,
-            say=say,
+            say=functools.partial(print_plain, printer),
             announce=status.update,
         )
     printer.print()
     printer.print(table(document))
-    say(f"results: {path_of(out)}")
+    print_plain(printer, f"results: {path_of(out)}")
 
 
 def _names(words: Sequence[str], size: str) -> tuple[str, str]:
-    """The recipes meant by the words without '=': at this size where they have it."""
+    """The recipes that the words without '=' name, or the default ones; in this size if they have it."""
     names = [word for word in words if "=" not in word]
     if len(names) > 2:
         raise click.UsageError(f"two recipes are compared, got {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""demo: the whole way on this machine, from looking at it to text of two models that were just trained."""
+"""demo: every part in turn: examine the machine, tune, train two models, compare them, print their text."""
 
 import shlex
 import time
@@ -6,18 +6,20 @@ from pathlib import Path
 
 import click
 import msgspec
+import torch
 from rich.console import Console
 
 from bakeoff.apps.bench import results
 from bakeoff.apps.cli import doctor
 from bakeoff.apps.cli.generating import continuation
-from bakeoff.apps.cli.terminal import console, counted, device_named, working
-from bakeoff.apps.cli.training import print_unsettled, program, rehearsed
+from bakeoff.apps.cli.terminal import console, counted, working
+from bakeoff.apps.cli.training import program
+from bakeoff.apps.cli.tuning import print_unsettled, rehearsed
 from bakeoff.apps.compare import Document, compared, match, model_of, pair, parameters, table
 from bakeoff.apps.train import Config, ConfigError, Result, load_run, train
 from bakeoff.apps.train.checkpoint import steps
 from bakeoff.apps.train.data import ByteCorpus, DataError, split
-from bakeoff.apps.train.device import pick_device
+from bakeoff.device import named_device
 from bakeoff.paths import expanded
 from bakeoff.select.choose import policy
 
@@ -26,17 +28,17 @@ __all__ = ["demo_configs", "run"]
 CPU_SECONDS, GPU_SECONDS, QUICK_SECONDS = 45.0, 60.0, 4.0
 TUNE_SECONDS = 30.0
 GPU_PASSES = 5
-"""Over the data, about: in its time a GPU makes many more, and overfits some MB of text."""
+"""About how often the data are seen: a GPU would make many more passes in its time, and overfit."""
 GPU_BYTES_PER_S = 3.3e6
-"""That the faster of the two trains on with an H100 (results/h100/code); a slower GPU makes fewer passes."""
+"""The training speed of the faster model on an H100 (results/h100/code); a slower GPU makes fewer passes."""
 PROMPT = "def "
 SAMPLE_BYTES = 300
 
 
 def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, device: str) -> None:
-    """Doctor, tune, train both models, compare, sample; every part says what it found and where it is."""
+    """Doctor, tune, train both models, compare, sample; every part prints its result and where that is."""
     start = time.monotonic()
-    device = device_named(device)
+    device = str(named_device(device))
     out = out or Path("runs", f"demo-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         configs = demo_configs(device, seconds, data, out, quick)
@@ -55,7 +57,7 @@ def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, 
         text = f"{held} held in {report.seconds:.0f} s, preparation included; what was decided stands below"
         printer.print(text, highlight=False)
         print_unsettled(report, printer)
-    found: list[Result] = []
+    trained: list[Result] = []
     for config in configs:
         limit = f"for {config.train.max_seconds:.0f} s"
         _heading(printer, f"3. Training {config.recipe} on {config.data.path} {limit}")
@@ -66,24 +68,24 @@ def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, 
                 text = f"to finish this run alone: {program()} train {resume}"
                 printer.print(text, highlight=False, soft_wrap=True)
             raise click.exceptions.Exit(130)
-        found.append(result)
+        trained.append(result)
         before, after = result.bits_per_byte_before, result.bits_per_byte_after
         text = f"held-out bits per byte: {before:.3f} before, {after:.3f} after"
         printer.print(text, highlight=False)
     _heading(printer, "4. What came of it")
-    _compare(configs, found, device, printer)
-    for config, result in zip(configs, found, strict=True):
+    _compare(configs, trained, device, printer)
+    for config, result in zip(configs, trained, strict=True):
         _sample(config, result, device, printer)
-    _places(out, configs, found, device, printer)
+    _places(out, configs, trained, device, printer)
     printer.print(f"all of it took {time.monotonic() - start:.0f} s", highlight=False)
 
 
 def demo_configs(
     device: str, seconds: float | None, data: str | None, out: Path, quick: bool
 ) -> tuple[Config, Config]:
-    """LLM-Med and byte-spectral of equal parameters, tiny on the CPU, small on a GPU, for equal time, which a
-    GPU has less of where the data are few; tuned before, not again at their start. Raises DataError for data
-    that can't be trained on."""
+    """LLM-Med and byte-spectral with equal parameters, tiny on the CPU, small on a GPU, for equal time: on a
+    GPU less of it where the data are few. They don't tune at their start, since the demo has before. Raises
+    DataError for data that can't be trained on."""
     cuda = device.startswith("cuda")
     length = seconds or (QUICK_SECONDS if quick else GPU_SECONDS if cuda else CPU_SECONDS)
     size = "" if cuda and not quick else "-tiny"
@@ -106,7 +108,7 @@ def demo_configs(
 
 
 def _make_folders(out: Path, configs: tuple[Config, Config]) -> None:
-    """The folders of both runs. Raises ConfigError where they can't be made, or hold runs."""
+    """Create the folders of both runs. Raises ConfigError where that fails or they hold runs already."""
     try:
         for config in configs:
             folder = expanded(config.train.run_dir)
@@ -119,9 +121,9 @@ def _make_folders(out: Path, configs: tuple[Config, Config]) -> None:
         ) from None
 
 
-def _compare(configs: tuple[Config, Config], found: list[Result], device: str, out: Console) -> None:
+def _compare(configs: tuple[Config, Config], trained: list[Result], device: str, out: Console) -> None:
     med, spectral = configs
-    torch_device = pick_device(device)
+    torch_device = torch.device(device)
     document = Document(
         env=results.environment(device),
         first=model_of(spectral, spectral.recipe),
@@ -129,8 +131,8 @@ def _compare(configs: tuple[Config, Config], found: list[Result], device: str, o
         seeds=1,
         lengths=[],
         runs=[
-            compared(found[1], spectral, "first", torch_device),
-            compared(found[0], med, "second", torch_device),
+            compared(trained[1], spectral, "first", torch_device),
+            compared(trained[0], med, "second", torch_device),
         ],
     )
     out.print(table(document))
@@ -148,13 +150,13 @@ def _sample(config: Config, result: Result, device: str, out: Console) -> None:
 
 
 def _places(
-    folder: Path, configs: tuple[Config, Config], found: list[Result], device: str, out: Console
+    folder: Path, configs: tuple[Config, Config], trained: list[Result], device: str, out: Console
 ) -> None:
     places: dict[str, Path | str] = {"runs": folder}
-    for config, result in zip(configs, found, strict=True):
+    for config, result in zip(configs, trained, strict=True):
         places[config.recipe] = result.run_dir / "metrics.jsonl"
     places["table"] = policy.store.path(device)
-    places["go on"] = f"{program()} generate {shlex.quote(str(found[0].run_dir))} --prompt 'class '"
+    places["go on"] = f"{program()} generate {shlex.quote(str(trained[0].run_dir))} --prompt 'class '"
     places["compare"] = f"{program()} compare"
     width = max(map(len, places)) + 2
     out.print()

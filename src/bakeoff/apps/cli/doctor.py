@@ -1,4 +1,4 @@
-"""doctor: what this machine is, what is installed, what is known to go wrong here."""
+"""doctor: what this machine is, what is installed, which known problems it has."""
 
 import importlib.util
 import os
@@ -10,13 +10,14 @@ from pathlib import Path
 import msgspec
 import torch
 from rich.console import Console
-from rich.table import Table as Grid
 from rich.text import Text
 
 import bakeoff
 from bakeoff import hardware
 from bakeoff.apps.cli import tables
-from bakeoff.apps.cli.terminal import console, declared, device_named, print_json
+from bakeoff.apps.cli.terminal import console, declared, print_json
+from bakeoff.apps.tabular import named_values
+from bakeoff.device import named_device
 from bakeoff.errors import TableError
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.table import cache_dir, read
@@ -25,7 +26,7 @@ from bakeoff.select.declare.installed import missing, package_version
 
 __all__ = ["Machine", "Report", "TableState", "examine", "inspect_machine", "problems", "run", "show"]
 
-LEAST_SHARED = 96 * 1024  # bytes a program may ask for; below, the larger tiles of most kernels don't fit
+LEAST_SHARED = 96 * 1024  # bytes of shared memory that the larger tiles of most kernels need
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,20 +41,20 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of shared memory one program may use."""
     hip: bool = False
     gpu_unused: bool = False
-    """There is an NVIDIA GPU, and this PyTorch can't use it."""
+    """There is an NVIDIA GPU that this PyTorch can't use."""
     c_compiler: str | None = None
     cxx_compiler: str | None = None
     unlinkable: str | None = None
-    """Why what torch.compile generates in C++ can't be linked, if so."""
+    """Why the C++ that torch.compile generates can't be linked; None if it can."""
     python_headers: bool = True
     others: str = ""
-    """Who else uses the device."""
+    """Which other processes use the device; empty if none."""
     cache_writable: bool = True
 
 
 class TableState(msgspec.Struct, frozen=True):
-    """This machine's table: rows in all, rows measured under other versions, rows of changed candidates, and
-    what is wrong with the file itself."""
+    """This machine's table: the number of its rows, of those measured under other versions (stale), of those
+    whose candidates have changed since (outdated), and what is wrong with the file itself."""
 
     path: str
     rows: int = 0
@@ -63,7 +64,7 @@ class TableState(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All that ``bakeoff doctor`` found."""
+    """The result of ``bakeoff doctor``."""
 
     bakeoff: str
     device: str
@@ -80,7 +81,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def run(device: str, as_json: bool) -> None:
     """Examine and print."""
-    report = examine(device_named(device))
+    report = examine(str(named_device(device)))
     if as_json:
         print_json(report)
     else:
@@ -88,7 +89,7 @@ def run(device: str, as_json: bool) -> None:
 
 
 def examine(device: str) -> Report:
-    """Look at everything; measuring the device's limits takes a second or two."""
+    """Examine the machine; measuring the device's limits takes a second or two."""
     machine = inspect_machine(device)
     table = _table(device)
     notes = problems(machine)
@@ -142,75 +143,75 @@ def inspect_machine(device: str) -> Machine:
 
 
 def problems(machine: Machine) -> list[str]:
-    """Known problems of such a machine, each with what follows from it or what to do."""
-    found = []
+    """Known problems of such a machine, each with its consequence or what to do about it."""
+    notes = []
     if _version(machine.torch) < (2, 11):
-        found.append(
+        notes.append(
             f"torch {machine.torch} is older than 2.11, the oldest that bakeoff is tested with: upgrade it"
         )
     if machine.triton == "none":
-        found.append("triton is not installed: everything runs on plain PyTorch; pip install triton (Linux)")
+        notes.append("triton is not installed: everything runs on plain PyTorch; pip install triton (Linux)")
     elif _version(machine.triton) < (3, 6):
-        found.append(
+        notes.append(
             f"triton {machine.triton} is older than 3.6, the oldest that bakeoff is tested with: upgrade it"
         )
     if machine.gpu_unused:
-        found.append(
+        notes.append(
             "there is an NVIDIA GPU, but this PyTorch can't use it: install PyTorch's CUDA build, check the "
             "driver"
         )
-    found += (
+    notes += (
         _cpu_problems(machine) if machine.capability is None else _gpu_problems(machine, machine.capability)
     )
     if not machine.cache_writable:
-        found.append(
+        notes.append(
             f"{cache_dir()} can't be written: verdicts last for one run; set BAKEOFF_CACHE to a writable "
             f"folder"
         )
-    return found
+    return notes
 
 
 def _cpu_problems(machine: Machine) -> list[str]:
-    found = (
+    notes = (
         []
         if machine.gpu_unused
         else ["no GPU: contests are between plain PyTorch and torch.compile on the CPU"]
     )
     if machine.cxx_compiler is None:
-        found.append("no C++ compiler: torch.compile can't be a candidate on the CPU; install g++ or set CXX")
+        notes.append("no C++ compiler: torch.compile can't be a candidate on the CPU; install g++ or set CXX")
     elif machine.unlinkable:
-        found.append(machine.unlinkable)
+        notes.append(machine.unlinkable)
     elif not machine.python_headers:
-        found.append("Python.h is missing: torch.compile may fail on the CPU; install python3-dev")
-    return found
+        notes.append("Python.h is missing: torch.compile may fail on the CPU; install python3-dev")
+    return notes
 
 
 def _gpu_problems(machine: Machine, capability: tuple[int, int]) -> list[str]:
     name = f"sm_{capability[0]}{capability[1]}"
-    found = []
+    notes = []
     if machine.hip:
         return [
             "kernels have never been run on AMD GPUs: they are verified before use, but expect rejections"
         ]
     if capability < (7, 0):
-        found.append(f"{name} is older than Volta (sm_70): Triton doesn't support it; plain PyTorch is used")
+        notes.append(f"{name} is older than Volta (sm_70): Triton doesn't support it; plain PyTorch is used")
     if capability < (8, 0):
-        found.append(
+        notes.append(
             f"{name} is older than Ampere (sm_80): bfloat16 is emulated and slow; use float16 or "
             f"train.precision=float32"
         )
     if 0 < machine.shared_memory < LEAST_SHARED:
-        found.append(
+        notes.append(
             f"{name} gives a program {machine.shared_memory // 1024} KiB of shared memory: large tiles "
             f"don't fit, some "
             "candidates will drop out of their contests"
         )
     if machine.c_compiler is None or not machine.python_headers:
         lacking = "C compiler" if machine.c_compiler is None else "Python.h"
-        found.append(f"no {lacking}: Triton can't build its launcher; install gcc and python3-dev")
+        notes.append(f"no {lacking}: Triton can't build its launcher; install gcc and python3-dev")
     if machine.others:
-        found.append(f"{machine.others}: measured times deserve little trust")
-    return found
+        notes.append(f"{machine.others}: measured times deserve little trust")
+    return notes
 
 
 def show(report: Report, out: Console) -> None:
@@ -240,10 +241,7 @@ def show(report: Report, out: Console) -> None:
         "cache": report.cache,
         "table": f"{table.rows} verdicts, {table.stale} stale, {table.outdated} not in force: {table.path}",
     }
-    grid = Grid(box=None, show_header=False, pad_edge=False)
-    for name, text in rows.items():
-        grid.add_row(Text(name, style="bold"), Text(text, overflow="fold"))
-    out.print(grid)
+    out.print(named_values((name, Text(text)) for name, text in rows.items()))
     width = max(map(len, rows)) + 2
     for name, text in places.items():
         out.print(Text.assemble((f"{name:<{width}}", "bold"), text), soft_wrap=True)
@@ -269,13 +267,11 @@ def _table(device: str) -> TableState:
 
 
 def _packages() -> dict[str, str]:
-    wanted = {package for op in declared().values() for c in op.candidates for package in c.requires} - {
-        "triton"
-    }
+    required = {package for op in declared().values() for c in op.candidates for package in c.requires}
     optional = ("tensorboard", "wandb")
     return {
         name: package_version(name) if importlib.util.find_spec(name) else ""
-        for name in (*sorted(wanted), *optional)
+        for name in (*sorted(required - {"triton"}), *optional)
     }
 
 
@@ -284,11 +280,11 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _first(*programs: str | None) -> str | None:
-    return next((found for name in programs if name and (found := shutil.which(name))), None)
+    return next((path for name in programs if name and (path := shutil.which(name))), None)
 
 
 def _writable(folder: Path) -> bool:
-    """Whether files can be made in `folder`, or the folder itself can."""
+    """Whether files can be created in `folder`, or the folder itself can be."""
     while not os.access(folder, os.F_OK) and folder != folder.parent:  # exists() raises if it can't enter
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

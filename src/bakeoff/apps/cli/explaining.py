@@ -1,4 +1,4 @@
-"""explain: from a call written as text to its choice."""
+"""explain: what a call written as text would run, and why."""
 
 import click
 import msgspec
@@ -6,8 +6,9 @@ from click.core import ParameterSource
 
 from bakeoff.apps.bench.notation import NotationError, read_case, split_key
 from bakeoff.apps.cli import tables
-from bakeoff.apps.cli.terminal import console, device_named, print_json
+from bakeoff.apps.cli.terminal import console, print_json
 from bakeoff.apps.render import selection_table
+from bakeoff.device import named_device
 from bakeoff.errors import ContestError, PolicyError
 from bakeoff.select import Case, Op, find_op, using
 from bakeoff.select.choose import policy
@@ -24,10 +25,10 @@ def run(
     grad: bool,
     regime: str,
     policy_name: str | None,
-    hold: bool,
+    tune_now: bool,
     as_json: bool,
 ) -> None:
-    """Print the explanation of the call in `words`, or the table's verdicts where there is none."""
+    """Print the explanation of the call in `words`; without words, the table's verdicts."""
     if not words:
         _refuse_options()
         tables.show(None, device)
@@ -40,24 +41,24 @@ def run(
         if "(" in name:
             raise NotationError(f"{name[:60]!r} is no whole key: quote all of it, to the regime at its end")
     op = find_op(name)
-    case = read_case(op, arguments, device_named(device), grad=grad)
+    case = read_case(op, arguments, str(named_device(device)), grad=grad)
     if regime == "graph" and not case.device.startswith("cuda"):
         raise PolicyError("--regime graph needs a CUDA device: use eager or compiled on the CPU")
-    compiled = regime == "compiled"  # not a setting: torch.compile enters it
-    if hold and compiled:
+    compiled = regime == "compiled"  # which `using` can't set: only torch.compile does
+    if tune_now and compiled:
         raise PolicyError(
             "--tune holds no contest inside torch.compile: call bakeoff.tune on a compiled step"
         )
     with using(policy_name, regime=None if compiled else regime) as entered:
         settings = msgspec.structs.replace(entered, regime=regime)
-        counted = settings.on(case.device)
-        if hold and policy.store.lookup(op, key(op, case, counted), case.device) is None:
-            _tune(op, case, counted)
-        found = explain_case(op, case, settings)
+        effective = settings.on(case.device)
+        if tune_now and policy.store.lookup(op, key(op, case, effective), case.device) is None:
+            _tune(op, case, effective)
+        explanation = explain_case(op, case, settings)
     if as_json:
-        print_json(found)
+        print_json(explanation)
     else:
-        console().print(selection_table([found]))
+        console().print(selection_table([explanation]))
 
 
 def _refuse_options() -> None:

@@ -1,4 +1,4 @@
-"""generate: bytes from a trained run, as text while they come."""
+"""generate: bytes from a trained run, printed as text one by one."""
 
 import codecs
 import unicodedata
@@ -9,8 +9,8 @@ from typing import Any
 import click
 import torch
 
-from bakeoff.apps.cli.terminal import device_named
 from bakeoff.apps.train import load_run
+from bakeoff.device import named_device
 from bakeoff.select.choose.policy import untuned
 
 __all__ = ["continuation", "stream"]
@@ -19,7 +19,7 @@ __all__ = ["continuation", "stream"]
 def stream(run: Path, prompt: str, max_new: int, device: str, **sampling: Any) -> None:
     """Print `prompt` and what the run's model makes of it, byte by byte; broken UTF-8 becomes U+FFFD."""
     model, _ = load_run(run)
-    model.to(device_named(device))
+    model.to(named_device(device))
     click.echo(_bytes(prompt).decode("utf-8", "replace"), nl=False)
     with untuned():
         for text in continuation(model, prompt, max_new, **sampling):
@@ -30,7 +30,7 @@ def stream(run: Path, prompt: str, max_new: int, device: str, **sampling: Any) -
 def continuation(model: Any, prompt: str, max_new: int, **sampling: Any) -> Iterator[str]:
     """The text of `max_new` bytes after `prompt`, in pieces of whole characters.
 
-    What is no UTF-8, and control characters, which could drive the terminal, become U+FFFD.
+    Invalid UTF-8 becomes U+FFFD, and so do control characters, which could change the terminal's state.
     """
     device = next(model.parameters()).device
     symbols = list(_bytes(prompt)) or [ord("\n")]  # a model needs something to go on from
@@ -43,7 +43,7 @@ def continuation(model: Any, prompt: str, max_new: int, **sampling: Any) -> Iter
 
 
 def _bytes(prompt: str) -> bytes:
-    """The prompt as it was typed, also where that is no UTF-8."""
+    """The bytes of the prompt as they were typed, even if they are not UTF-8."""
     return prompt.encode("utf-8", "surrogateescape")
 
 

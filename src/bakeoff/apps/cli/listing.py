@@ -1,10 +1,11 @@
-"""ops: what there is to choose from."""
+"""ops: every op with its candidates."""
 
 import msgspec
-from rich.table import Table
 from rich.text import Text
 
-from bakeoff.apps.cli.terminal import console, declared, device_named, print_json
+from bakeoff.apps.cli.terminal import console, declared, print_json
+from bakeoff.apps.tabular import terminal_table
+from bakeoff.device import named_device
 from bakeoff.select import Candidate, Case, Op
 from bakeoff.select.declare.installed import package_version
 
@@ -12,7 +13,8 @@ __all__ = ["Listed", "listed", "run"]
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A candidate as ``bakeoff ops --json`` gives it. `available` on the device, or the `reasons` why not."""
+    """A candidate as ``bakeoff ops --json`` prints it; `reasons` say why it isn't `available`
+    on the device."""
 
     op: str
     candidate: str
@@ -25,38 +27,31 @@ class Listed(msgspec.Struct, frozen=True):
     requires: dict[str, str]
     min_capability: str
     source: str
+    """The modules where the implementation lives; empty where their source can't be read."""
     source_hash: str
 
 
 def run(device: str, as_json: bool) -> None:
     """Print every op's candidates."""
-    rows = [row for op in declared().values() for row in listed(op, device_named(device))]
+    place = str(named_device(device))
+    rows = [row for op in declared().values() for row in listed(op, place)]
     if as_json:
         print_json(rows)
         return
-    grid = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("op", "candidate", "here", "backward", "compile", "graph", "deterministic", "needs"):
-        grid.add_column(name, overflow="fold")
-    last = ""
-    for row in rows:
-        marks = [
-            "yes" if flag else "no"
-            for flag in (row.backward, row.traceable, row.capturable, row.deterministic)
-        ]
-        needs = [f"{name} {version}".strip() for name, version in row.requires.items()]
-        needs += [f"compute capability {row.min_capability}"] if row.min_capability else []
-        grid.add_row(
-            row.op if row.op != last else "",
-            row.candidate,
-            Text(
-                "yes" if row.available else "no: " + "; ".join(row.reasons),
-                style="" if row.available else "dim",
-            ),
-            *marks,
-            ", ".join(needs),
-        )
-        last = row.op
-    console().print(grid)
+    names = ("op", "candidate", "here", "backward", "compile", "graph", "deterministic", "needs")
+    cells = [_cells(row, repeats=above is not None and above.op == row.op)
+             for above, row in zip([None, *rows], rows, strict=False)]  # fmt: skip
+    console().print(terminal_table([(name, "left") for name in names], cells))
+
+
+def _cells(row: Listed, *, repeats: bool) -> list[str | Text]:
+    """A line of the table; where the op `repeats` that of the line above, it is left out."""
+    flags = (row.backward, row.traceable, row.capturable, row.deterministic)
+    here = Text("yes") if row.available else Text("no: " + "; ".join(row.reasons), style="dim")
+    needs = [f"{name} {version}".strip() for name, version in row.requires.items()]
+    needs += [f"compute capability {row.min_capability}"] if row.min_capability else []
+    marks = ["yes" if flag else "no" for flag in flags]
+    return ["" if repeats else row.op, row.candidate, here, *marks, ", ".join(needs)]
 
 
 def listed(op: Op, device: str) -> list[Listed]:

@@ -1,62 +1,63 @@
-"""table: verdicts on disk."""
+"""table: show, copy and compare the verdicts on disk."""
 
 import datetime
 from pathlib import Path
 
 import click
-from rich.table import Table as Grid
 from rich.text import Text
 
 from bakeoff import hardware
-from bakeoff.apps.cli.terminal import console, declared, device_named
+from bakeoff.apps.cli.terminal import console, declared, print_plain
 from bakeoff.apps.render import milliseconds
+from bakeoff.apps.tabular import terminal_table
+from bakeoff.device import named_device
 from bakeoff.errors import TableError
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.table import Table, read, write
 from bakeoff.select.contests.verdict import Verdict
 
-__all__ = ["diff", "export", "path", "show", "standing", "take"]
+__all__ = ["diff", "export", "import_", "path", "show", "standing"]
 
 
 def path(device: str) -> None:
     """Print where the table is."""
-    click.echo(policy.store.path(device_named(device)))
+    click.echo(policy.store.path(str(named_device(device))))
 
 
 def show(file: Path | None, device: str) -> None:
-    """Print the verdicts of a table, or of all that count on this machine, and whether they hold."""
-    device = device_named(device)
-    places = [file] if file else [place for place in policy.store.paths(device) if _exists(place)]
-    if not places:
+    """Print the verdicts in `file`, or in every table this machine reads, and whether each is in force."""
+    device = str(named_device(device))
+    paths = [file] if file else [path for path in policy.store.paths(device) if _exists(path)]
+    if not paths:
         own = policy.store.path(device)
         click.echo(f"no verdicts yet: bakeoff tune RECIPE measures some (they go to {own})")
-    for place in places:
-        _show(read(place), place, device)
+    for path in paths:
+        _show(read(path), path, device)
 
 
-def _show(table: Table, place: Path, device: str) -> None:
-    grid = Grid(box=None, header_style="bold", pad_edge=False)
-    for name in ("key", "winner", "ms", "eager ms", "standing"):
-        grid.add_column(name, justify="right" if name.endswith("ms") else "left", overflow="fold")
-    for name, row in sorted(table.rows.items()):
-        grid.add_row(
+def _show(table: Table, path: Path, device: str) -> None:
+    columns = [
+        (name, "right" if name.endswith("ms") else "left")
+        for name in ("key", "winner", "ms", "eager ms", "standing")
+    ]
+    rows = [
+        (
             Text(name),
             row.winner,
             milliseconds(row.timings[row.winner].us),
             milliseconds(_eager_us(row)),
             standing(table, row, device),
         )
-    out = console()
-    out.print(grid)
-    facts = table.facts
-    text = (
-        f"{len(table.rows)} verdicts, {_machine(facts)}, torch {facts.torch}, triton {facts.triton}: {place}"
-    )
-    out.print(text, highlight=False, markup=False, soft_wrap=True)
+        for name, row in sorted(table.rows.items())
+    ]
+    out, facts = console(), table.facts
+    out.print(terminal_table(columns, rows))
+    versions = f"torch {facts.torch}, triton {facts.triton}"
+    print_plain(out, f"{len(table.rows)} verdicts, {_machine(facts)}, {versions}: {path}")
 
 
 def standing(table: Table, row: Verdict, device: str) -> str:
-    """Whether a verdict is used on this machine: "in force", or why not, or why with doubt."""
+    """Whether a verdict is used on this machine: "in force", or why it is ignored or to be doubted."""
     facts = hardware.facts(device)
     if table.facts.same_machine != facts.same_machine:
         return "ignored: another machine's"
@@ -76,7 +77,7 @@ def export(file: Path, device: str) -> None:
     """Copy this machine's table."""
     if file.is_dir():
         raise TableError(f"{file} is a folder: give a file in it, such as {file / 'table.json'}")
-    own = policy.store.path(device_named(device))
+    own = policy.store.path(str(named_device(device)))
     if not _exists(own):
         raise TableError(f"there is no table at {own} yet: run bakeoff tune RECIPE first")
     table = read(own)
@@ -89,21 +90,20 @@ def export(file: Path, device: str) -> None:
     click.echo(f"{len(table.rows)} verdicts to {file}")
 
 
-def take(file: Path, replace: bool, device: str) -> None:
-    """Add a file's verdicts to this machine's table, or put it in its place."""
-    device = device_named(device)
+def import_(file: Path, replace: bool, device: str) -> None:
+    """Add the verdicts in `file` to this machine's table, or with `replace` put `file` in its place."""
+    device = str(named_device(device))
     table, here = read(file), hardware.facts(device)
     if table.facts.same_machine != here.same_machine:
         raise TableError(
             f"{file} was measured on {_machine(table.facts)}, this is {_machine(here)}: its times say "
-            f"nothing here; "
-            "run bakeoff tune instead"
+            "nothing here; run bakeoff tune instead"
         )
-    own, place = policy.store.path(device), policy.store.path(device, table.facts)
+    own, theirs = policy.store.path(device), policy.store.path(device, table.facts)
     if replace:
-        for old in {own, place}:
+        for old in {own, theirs}:
             _set_aside(old)
-        write(place, table)
+        write(theirs, table)
     elif table.facts.same_software != here.same_software:
         raise TableError(
             f"{file} was measured with {_versions(table.facts)}; here are {_versions(here)}: "
@@ -113,13 +113,13 @@ def take(file: Path, replace: bool, device: str) -> None:
         policy.store.add(table.rows.values(), device)
         if policy.store.silent:
             raise TableError(f"{own} can't be written: set BAKEOFF_CACHE to a writable folder")
-    click.echo(f"{len(table.rows)} verdicts to {place}")
+    click.echo(f"{len(table.rows)} verdicts to {theirs}")
 
 
-def diff(a: Path, b: Path | None, device: str) -> None:
+def diff(first: Path, second: Path | None, device: str) -> None:
     """Print which decisions and times differ."""
-    b = b or policy.store.path(device_named(device))
-    left, right = read(a), read(b)
+    second = second or policy.store.path(str(named_device(device)))
+    left, right = read(first), read(second)
     if left.facts.same_machine != right.facts.same_machine:
         click.echo(f"different machines: {_machine(left.facts)} and {_machine(right.facts)}")
     elif left.facts.same_software != right.facts.same_software:
@@ -128,7 +128,7 @@ def diff(a: Path, b: Path | None, device: str) -> None:
     for name in sorted(left.rows.keys() | right.rows.keys()):
         old, new = left.rows.get(name), right.rows.get(name)
         if old is None or new is None:
-            click.echo(f"only in {a if new is None else b}: {name}: {(old or new).winner}")  # type: ignore[union-attr]
+            click.echo(f"only in {first if new is None else second}: {name}: {(old or new).winner}")  # type: ignore[union-attr]
         elif old.winner != new.winner:
             click.echo(f"{name}: {_time(old)} -> {_time(new)}")
         else:

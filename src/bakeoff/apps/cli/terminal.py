@@ -1,4 +1,4 @@
-"""What the commands share: the console, the device asked for, the ops, JSON."""
+"""What the commands share: the console, JSON, the ops."""
 
 import importlib
 import json
@@ -8,32 +8,31 @@ from typing import Any
 
 import click
 import msgspec
-import torch
 from rich.console import Console
 from rich.status import Status
 
-from bakeoff.errors import BakeoffError
 from bakeoff.select import Op, registry
 
-__all__ = ["DeviceError", "console", "counted", "declared", "device_named", "print_json", "working"]
-
-
-class DeviceError(BakeoffError, ValueError):
-    """A device that this machine doesn't have."""
+__all__ = ["console", "counted", "declared", "print_json", "print_plain", "working"]
 
 
 def console() -> Console:
-    """Standard output: as wide as the terminal; into a file or pipe wide enough that tables don't fold.
-    Brackets in what it prints are no markup, since paths may have them."""
+    """Standard output: as wide as the terminal; where it is a file or pipe, wide enough that no table wraps.
+    Brackets are printed as they are, not read as rich's markup, since paths may contain them."""
     terminal = sys.stdout is not None and sys.stdout.isatty()  # None where it is closed
     plain = not terminal and "COLUMNS" not in os.environ
     return Console(width=160 if plain else None, markup=False)
 
 
 def working(out: Console, text: str) -> Status:
-    """A line that says what is being done: on `out` if that is a terminal, so that both share it, else on
-    standard error."""
+    """A line that says what is being done: on `out` if that is a terminal, where rich keeps it below
+    the other output; else on standard error."""
     return (out if out.is_terminal else Console(stderr=True)).status(text)
+
+
+def print_plain(out: Console, text: str) -> None:
+    """Print a line as it is: no colours, no markup, no line breaks added."""
+    out.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def counted(number: int, thing: str) -> str:
@@ -45,34 +44,6 @@ def declared() -> dict[str, Op]:
     """Every op by name, sorted."""
     importlib.import_module("bakeoff.ops")
     return dict(sorted(registry.items()))
-
-
-def device_named(name: str) -> str:
-    """What --device says as tensors name it, "cpu" or "cuda:N"; "auto" is CUDA where there is one.
-
-    Raises:
-        DeviceError: no such device here.
-    """
-    if name == "auto":
-        return "cuda:0" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise DeviceError(f"{name!r} is no device: use auto, cpu, cuda or cuda:N") from None
-    if device.type == "cpu":
-        return "cpu"
-    if device.type != "cuda":
-        raise DeviceError(f"{name!r} is not supported: use auto, cpu, cuda or cuda:N")
-    if not torch.cuda.is_available():
-        raise DeviceError(
-            f"PyTorch {torch.__version__} sees no CUDA device here: use --device cpu, or see bakeoff doctor"
-        )
-    index = device.index or 0
-    if index >= torch.cuda.device_count():
-        raise DeviceError(
-            f"there is no {name}; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}"
-        )
-    return f"cuda:{index}"
 
 
 def print_json(value: Any) -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from bakeoff.apps.bench import results
 from bakeoff.apps.compare import document as documents
-from bakeoff.apps.compare.document import SIDES, Document, Model, Place, Run, Speed, model_of, read
+from bakeoff.apps.compare.document import SIDES, Document, Model, Run, Side, Speed, model_of, read
 from bakeoff.apps.compare.equal import CompareError, match, pair, parameters
 from bakeoff.apps.compare.judge import Verdict, winner
 from bakeoff.apps.compare.lengths import check_lengths, crossover
 from bakeoff.apps.compare.quality import compared, order, trained
 from bakeoff.apps.compare.render import table
 from bakeoff.apps.compare.speed import measured
-from bakeoff.apps.compare.stage import settled
+from bakeoff.apps.compare.stage import hold_contests
 from bakeoff.apps.train import Config
 from bakeoff.apps.train.data import ByteCorpus
 from bakeoff.apps.train.device import pick_device
@@ -83,7 +83,7 @@ def compare(
     Example:
         >>> from bakeoff.apps.compare import compare, pair
         >>> both = pair("byte-spectral-tiny", "llm-med-tiny", minutes=1)
-        >>> found = compare(*both, Path("runs/compared"))  # doctest: +SKIP
+        >>> document = compare(*both, Path("runs/compared"))  # doctest: +SKIP
     """
     if seeds < 1:
         raise CompareError(
@@ -93,36 +93,38 @@ def compare(
         raise CompareError("a comparison runs in one process: start it without torchrun")
     check_lengths(lengths, second)
     first = match(first, parameters(second.model))
-    configs: dict[Place, Config] = {"first": first, "second": second}
+    configs: dict[Side, Config] = {"first": first, "second": second}
     device = pick_device(second.train.device)
-    held = _opened(out, configs, seeds, lengths, resume=resume)
-    documents.write(out, held)
+    document = _opened(out, configs, seeds, lengths, resume=resume)
+    documents.write(out, document)
     for side in SIDES:
-        model = held.model(side)
+        model = document.model(side)
         say(f"{model.name}: {model.parameters:,} parameters, d_ff {configs[side].model.ff_dim}")
-    wanted = [turn for turn in order(held.seeds) if turn not in [(run.side, run.seed) for run in held.runs]]
-    for side in SIDES if wanted else ():
-        announce(f"{held.model(side).name}: holding contests")
-        for call, reason in settled(configs[side], device, announce).items():
-            say(f"not settled: {call}: {reason}")
-    for side, seed in wanted:
-        name = held.model(side).name
-        announce(f"training {name}, seed {seed} ({len(held.runs) + 1} of {2 * held.seeds})")
+    missing = [
+        turn for turn in order(document.seeds) if turn not in [(run.side, run.seed) for run in document.runs]
+    ]
+    for side in SIDES if missing else ():
+        announce(f"{document.model(side).name}: holding contests")
+        for call, reason in hold_contests(configs[side], device, announce).items():
+            say(f"no contest for {call}: {reason}")
+    for side, seed in missing:
+        name = document.model(side).name
+        announce(f"training {name}, seed {seed} ({len(document.runs) + 1} of {2 * document.seeds})")
         folder = out / "runs" / f"{name}-{seed}"
         run = trained(configs[side], side, seed, folder, device, resume=resume)
-        held.runs.append(run)
-        documents.write(out, held)
+        document.runs.append(run)
+        documents.write(out, document)
         say(_line(name, run))
-    held.verdict = winner(held.scores("first"), held.scores("second"))
-    documents.write(out, held)
-    for length in held.lengths:
-        if all(row.length != length for row in held.speed):
-            held.speed += measured(first, second, length, device, announce)
-            held.speed.sort(key=lambda row: row.length)
-            documents.write(out, held)
-    held.crossover = crossover(held.speed)
-    documents.write(out, held)
-    return held
+    document.verdict = winner(document.scores("first"), document.scores("second"))
+    documents.write(out, document)
+    for length in document.lengths:
+        if all(row.length != length for row in document.speed):
+            document.speed += measured(first, second, length, device, announce)
+            document.speed.sort(key=lambda row: row.length)
+            documents.write(out, document)
+    document.crossover = crossover(document.speed)
+    documents.write(out, document)
+    return document
 
 
 def _line(name: str, run: Run) -> str:
@@ -131,7 +133,7 @@ def _line(name: str, run: Run) -> str:
 
 
 def _opened(
-    out: Path, configs: dict[Place, Config], seeds: int, lengths: Sequence[int], *, resume: bool
+    out: Path, configs: dict[Side, Config], seeds: int, lengths: Sequence[int], *, resume: bool
 ) -> Document:
     """A new comparison, or the one to go on with."""
     env = results.environment(str(pick_device(configs["second"].train.device)))
@@ -139,10 +141,10 @@ def _opened(
     exists = documents.path_of(out).exists()
     if exists and not resume:
         raise CompareError(f"{out} holds a comparison: add --resume to go on with it, or give another --out")
-    held = read(out) if exists else None
+    document = read(out) if exists else None
     data = ByteCorpus.open(configs["second"].data.path)
     digest = data.digest()
-    if held is None:
+    if document is None:
         return Document(
             env=env,
             first=models["first"],
@@ -152,31 +154,31 @@ def _opened(
             data_bytes=len(data),
             data_digest=digest,
         )
-    if held.env.comparable != env.comparable:
+    if document.env.comparable != env.comparable:
         raise CompareError(
-            f"{out} was measured on {held.env.device} with torch {held.env.torch} and triton "
-            f"{held.env.triton}, this is another machine or has other versions: give another --out"
+            f"{out} was measured on {document.env.device} with torch {document.env.torch} and triton "
+            f"{document.env.triton}, this is another machine or has other versions: give another --out"
         )
     for side in SIDES:
-        if changed := _changes(models[side].config, held.model(side).config):
+        if changed := _changes(models[side].config, document.model(side).config):
             raise CompareError(
                 f"{out} holds a comparison of other settings ({', '.join(changed)}): set these back, or give "
                 "another --out"
             )
-    if not held.data_digest:
+    if not document.data_digest:
         log.warning("%s does not say what its data were: make sure that they are today's %s", out, data.name)
-    elif (held.data_bytes, held.data_digest) != (len(data), digest):
-        sizes = f" ({held.data_bytes} then, {len(data)} now)" if held.data_bytes != len(data) else ""
+    elif (document.data_bytes, document.data_digest) != (len(data), digest):
+        sizes = f" ({document.data_bytes} then, {len(data)} now)" if document.data_bytes != len(data) else ""
         raise CompareError(
             f"{out} holds a comparison on other bytes of {data.name}{sizes}: restore them, or give another "
             "--out"
         )
-    held.seeds, held.lengths = max(seeds, held.seeds), sorted({*lengths, *held.lengths})
-    held.verdict = held.crossover = None
-    return held
+    document.seeds, document.lengths = max(seeds, document.seeds), sorted({*lengths, *document.lengths})
+    document.verdict = document.crossover = None
+    return document
 
 
-def _model(side: Place, configs: dict[Place, Config]) -> Model:
+def _model(side: Side, configs: dict[Side, Config]) -> Model:
     config = configs[side]
     alike = configs["first"].recipe == configs["second"].recipe
     return model_of(config, f"{config.recipe}-{side}" if alike else config.recipe)

@@ -12,15 +12,15 @@ from bakeoff.apps.compare.judge import Verdict
 from bakeoff.apps.train import Config
 from bakeoff.apps.train.config import to_tree
 
-__all__ = ["SIDES", "Document", "Model", "Place", "Run", "Speed", "model_of", "path_of", "read", "write"]
+__all__ = ["SIDES", "Document", "Model", "Run", "Side", "Speed", "model_of", "path_of", "read", "write"]
 
-Place = Literal["first", "second"]
-SIDES: tuple[Place, Place] = ("first", "second")
+Side = Literal["first", "second"]
+SIDES: tuple[Side, Side] = ("first", "second")
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """One of the two. `name` is the recipe's, told apart where both have the same; `config` is the resolved
-    configuration that all its runs share."""
+    """One of the two. `name` is the recipe's, with the side where both have the same recipe; `config` is the
+    resolved configuration that all its runs share."""
 
     name: str
     parameters: int
@@ -30,11 +30,11 @@ class Model(msgspec.Struct, kw_only=True):
 class Run(msgspec.Struct, kw_only=True):
     """One training run. Bits per byte are of held-out rows; None where they are not finite."""
 
-    side: Place
+    side: Side
     seed: int
     steps: int
     seconds: float
-    """Of training steps, without measuring and saving."""
+    """Time of the training steps; evaluating and saving don't count."""
     tokens_per_s: float
     bits_per_byte_before: float | None
     bits_per_byte: float | None
@@ -49,7 +49,7 @@ class Speed(msgspec.Struct, kw_only=True):
     """A model at one context length. Times are medians over blocks, in ms, with 20th and 80th percentiles;
     None where it could not be measured, and `reason` says why."""
 
-    side: Place
+    side: Side
     length: int
     rows: int
     mode: str
@@ -68,7 +68,7 @@ class Speed(msgspec.Struct, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """A comparison, as far as it has come."""
+    """A comparison, finished or not."""
 
     schema: Literal[1] = 1
     env: Env
@@ -77,9 +77,9 @@ class Document(msgspec.Struct, kw_only=True):
     seeds: int
     lengths: list[int]
     data_bytes: int = 0
-    """How many bytes the data are, training and held out; 0 where that isn't known."""
+    """Bytes of the data, training and held out; 0 where unknown."""
     data_digest: str = ""
-    """Of these bytes, as `ByteCorpus.digest` gives it."""
+    """Digest of these bytes, from `ByteCorpus.digest`."""
     runs: list[Run] = []
     speed: list[Speed] = []
     verdict: Verdict | None = None
@@ -87,21 +87,21 @@ class Document(msgspec.Struct, kw_only=True):
     crossover: int | None = None
     """The shortest measured length from which the first trains faster at every longer one, too."""
 
-    def model(self, side: Place) -> Model:
+    def model(self, side: Side) -> Model:
         return self.first if side == "first" else self.second
 
-    def scores(self, side: Place) -> list[float | None]:
+    def scores(self, side: Side) -> list[float | None]:
         """Held-out bits per byte, one a run."""
         return [run.bits_per_byte for run in self.runs if run.side == side]
 
 
 def model_of(config: Config, name: str) -> Model:
-    """How a comparison names what `config` trains."""
+    """What a comparison keeps of the model that `config` trains, under this `name`."""
     return Model(name=name, parameters=parameters(config.model), config=to_tree(config))
 
 
 def path_of(out: Path) -> Path:
-    """Where a comparison in the folder `out` is kept."""
+    """The file of the comparison in the folder `out`."""
     return out / "compare.json"
 
 

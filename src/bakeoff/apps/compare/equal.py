@@ -14,7 +14,7 @@ __all__ = ["TOLERANCE", "CompareError", "lengthened", "match", "pair", "paramete
 TOLERANCE = 0.02
 """Share by which the numbers of parameters may differ."""
 _MULTIPLE = 8
-"""Of d_ff, which matrix units want."""
+"""d_ff is a multiple of this, for the sake of tensor cores."""
 
 _OPTIONS = {
     "data.path": "--data",
@@ -25,15 +25,15 @@ _OPTIONS = {
     "train.run_dir": "--out",
     "train.resume": "--resume",
 }
-"""Keys that a comparison sets itself, and the option that says how."""
+"""Keys that a comparison sets itself, and the option to use instead."""
 _BYTES = ("data.holdout", "train.eval_rows", "train.seq_len", "train.batch_size", "train.accumulate")
 """Keys that decide which bytes are trained on, in which order, and which are scored."""
 _QUIET = ("train.eval_every=0", "train.checkpoint_every=0", "train.keep=1")
-"""Measuring and saving on the way would cost the faster model more of its time."""
+"""Evaluations and checkpoints during a run would cost the faster model more of its time."""
 
 
 class CompareError(BakeoffError, ValueError):
-    """A comparison that can't be made as asked; the message says what to change."""
+    """A comparison that isn't possible with these settings; the message says what to change."""
 
 
 def pair(
@@ -91,13 +91,13 @@ def lengthened(config: Config, length: int, **train: int) -> Config:
 
 
 def parameters(model: llm_med.Config | byte_spectral.Config) -> int:
-    """How many the model of this shape has; shared ones count once. No memory is taken."""
+    """The number of parameters of a model of this shape; shared ones count once. Allocates no memory."""
     with torch.device("meta"):
         return sum(p.numel() for p in build(model).parameters())
 
 
-def match(config: Config, wanted: int) -> Config:
-    """`config` with the ``model.d_ff``, a multiple of 8, that brings its parameters nearest to `wanted`.
+def match(config: Config, target: int) -> Config:
+    """`config` with the ``model.d_ff``, a multiple of 8, that brings its parameters nearest to `target`.
 
     Raises CompareError where that is not within 2 %.
     """
@@ -107,17 +107,17 @@ def match(config: Config, wanted: int) -> Config:
 
     least = parameters(sized(_MULTIPLE))
     per_step = parameters(sized(2 * _MULTIPLE)) - least  # every layer's gated MLP is linear in d_ff
-    model = sized(_MULTIPLE * (1 + max(0, round((wanted - least) / per_step))))
-    found = parameters(model)
-    if abs(found - wanted) > TOLERANCE * wanted:
+    model = sized(_MULTIPLE * (1 + max(0, round((target - least) / per_step))))
+    count = parameters(model)
+    if abs(count - target) > TOLERANCE * target:
         change = (
             "lower first.model.d_model or first.model.layers"
-            if found > wanted
+            if count > target
             else "raise model.d_model for both"
         )
         raise CompareError(
-            f"{config.recipe} can't have about {wanted:,} parameters: with d_ff={model.d_ff}, the nearest, "
-            f"it has {found:,}, more than {TOLERANCE:.0%} off. To make them equal, {change}"
+            f"{config.recipe} can't have about {target:,} parameters: with d_ff={model.d_ff}, the nearest, "
+            f"it has {count:,}, more than {TOLERANCE:.0%} off. To make them equal, {change}"
         )
     return msgspec.structs.replace(config, model=model)
 
@@ -135,7 +135,7 @@ def _check_keys(words: Sequence[str], first: Config, second: Config) -> None:
 
 
 def _sorted(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """(overrides for both, those for one by its place)."""
+    """(overrides for both, overrides for each side)."""
     both: list[str] = []
     own: dict[str, list[str]] = {"first": [], "second": []}
     for text in overrides:

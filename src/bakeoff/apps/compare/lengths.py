@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bakeoff.apps.compare.document import SIDES, Place, Speed
+from bakeoff.apps.compare.document import SIDES, Side, Speed
 from bakeoff.apps.compare.equal import CompareError, lengthened
 from bakeoff.apps.train import Config, DataError
 from bakeoff.apps.train.data import ByteCorpus, split
@@ -52,11 +52,11 @@ def crossover(rows: Sequence[Speed]) -> int | None:
     their 80th percentile and the second's their 20th. A model that can't be measured is slower than one that
     can.
     """
-    counted: dict[int, dict[Place, Speed]] = {}
+    counted: dict[int, dict[Side, Speed]] = {}
     for row in rows:
         if row.mode == "captured" or not _has(rows, row.length, "captured"):
             counted.setdefault(row.length, {})[row.side] = row
-    found = None
+    shortest = None
     for length in sorted(counted, reverse=True):
         first, second = (counted[length].get(side) for side in SIDES)
         least = _speed(first, first.step_ms_p80) if first else 0.0
@@ -65,8 +65,8 @@ def crossover(rows: Sequence[Speed]) -> int | None:
             continue  # nothing was measured
         if least <= most:
             break
-        found = length
-    return found
+        shortest = length
+    return shortest
 
 
 def _speed(row: Speed, step_ms: float | None) -> float:

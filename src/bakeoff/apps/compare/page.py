@@ -1,21 +1,21 @@
 """Comparisons in a document: ``python -m bakeoff.apps.compare.page docs/byte-spectral.md`` fills it in.
 
-Between ``<!-- comparison: FOLDER -->`` and ``<!-- end -->`` it puts what FOLDER/compare.json says, and beside
-the document, in images/, the pictures of it. ``--check`` only compares the text. Pictures need
-``pip install -e '.[report]'``.
+Between ``<!-- comparison: FOLDER -->`` and ``<!-- end -->`` it writes the results in FOLDER/compare.json; it
+draws their pictures into the folder images/ beside the document. ``--check`` only compares the text. Pictures
+need ``pip install -e '.[report]'``.
 """
 
 import importlib.util
 import re
 import statistics
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from bakeoff.apps.compare.document import SIDES, Document, read
+from bakeoff.apps.tabular import markdown_table
 
 __all__ = ["block", "filled"]
 
@@ -25,11 +25,11 @@ _WIDTH, _HEIGHT = 420, 240
 
 def filled(text: str, root: Path) -> str:
     """`text` with every marked part written anew, from folders below `root`."""
-    return _MARKED.sub(lambda found: found[1] + block(found[2], root) + found[3], text)
+    return _MARKED.sub(lambda match: match[1] + block(match[2], root) + match[3], text)
 
 
 def block(folder: str, root: Path) -> str:
-    """What the comparison in root/folder found, in Markdown."""
+    """The results of the comparison in root/folder, in Markdown."""
     document = read(root / folder)
     env, settings = document.env, document.first.config
     train, data = settings["train"], Path(settings["data"]["path"]).name
@@ -75,7 +75,7 @@ def _quality(document: Document) -> str:
                 f"{statistics.fmean(bits):.4f}{spread}" if bits else "not finite",
             )
         )
-    return _grid(heads, lines)
+    return markdown_table(heads, lines)
 
 
 def _verdict(document: Document) -> str:
@@ -100,17 +100,11 @@ def _speed(document: Document) -> str:
         peaks = [f"{row.peak_bytes / 2**20:,.0f}" if row and row.peak_bytes else "-" for row in (one, two)]
         count = next(row.rows for row in (one, two) if row)
         lines.append((str(length), str(count), mode, *steps, ratio, *infer, *peaks))
-    return _grid(heads, lines)
+    return markdown_table(heads, lines)
 
 
 def _ms(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
-
-
-def _grid(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    heads = list(heads)
-    rows = [heads, ["---"] * len(heads), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _curves(document: Document) -> Any:
@@ -165,7 +159,7 @@ def _speeds(document: Document) -> Any:
 @click.option("--check", is_flag=True, help="Change nothing; exit with 1 when the text is out of date.")
 @click.argument("page", type=click.Path(path_type=Path, exists=True))
 def main(check: bool, page: Path) -> None:
-    """Write what the comparisons found into PAGE, and draw their pictures."""
+    """Write the comparisons' results into PAGE, and draw their pictures."""
     root = page.resolve().parent.parent
     old = page.read_text("utf-8")
     new = filled(old, root)

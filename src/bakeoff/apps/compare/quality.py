@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from bakeoff.apps.compare.document import SIDES, Place, Run
+from bakeoff.apps.compare.document import SIDES, Run, Side
 from bakeoff.apps.compare.stage import clear
 from bakeoff.apps.train import Config, Result, train
 from bakeoff.apps.train.checkpoint import CheckpointError
@@ -22,14 +22,14 @@ CURVE_POINTS = 200
 Point = TypeVar("Point")
 
 
-def order(seeds: int) -> list[tuple[Place, int]]:
+def order(seeds: int) -> list[tuple[Side, int]]:
     """Which model runs with which seed: in turns, so that a machine's drift hits both."""
     return [(side, seed) for seed in range(seeds) for side in SIDES]
 
 
 def trained(
     config: Config,
-    side: Place,
+    side: Side,
     seed: int,
     run_dir: Path,
     device: torch.device,
@@ -69,7 +69,7 @@ def trained(
     return compared(result, config, side, device)
 
 
-def compared(result: Result, config: Config, side: Place, device: torch.device) -> Run:
+def compared(result: Result, config: Config, side: Side, device: torch.device) -> Run:
     """What a comparison keeps of a run."""
     rows: Sequence[dict[str, Any]] = read_metrics(result.run_dir / "metrics.jsonl")
     windows = [row for row in rows if row.get("event") == "train"]

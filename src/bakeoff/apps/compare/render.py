@@ -1,4 +1,4 @@
-"""A comparison as tables for people."""
+"""A comparison as tables for a terminal."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -8,12 +8,13 @@ from rich.table import Table
 from rich.text import Text
 
 from bakeoff.apps.compare.document import SIDES, Document
+from bakeoff.apps.tabular import terminal_table
 
 __all__ = ["table"]
 
 
 def table(document: Document) -> Group:
-    """The comparison for people: quality, speed, and what follows from them."""
+    """Quality, speed, and the conclusions from both."""
     parts: list[Table | Text] = []
     if document.runs:
         parts += [_quality(document), Text()]
@@ -82,7 +83,7 @@ def _speed(document: Document) -> Table:
 
 
 def _reasons(document: Document) -> list[Text]:
-    """Why rows lack what they lack."""
+    """Why some rows have no times."""
     return [
         Text(f"{document.model(row.side).name}, {row.length}, {row.mode}: {row.reason}", style="yellow")
         for row in document.speed
@@ -91,19 +92,11 @@ def _reasons(document: Document) -> list[Text]:
 
 
 def _grid(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table with the models' names whole, and without the last column where that is all "-"."""
-    grid = Table(
-        title=title, title_justify="left", box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0)
-    )
+    """A table without its last column where that is all "-"."""
     shown = len(heads) if any(row[-1] != "-" for row in rows) else len(heads) - 1
-    for head, *cells in list(zip(heads, *rows, strict=True))[:shown]:
-        if head == "model":
-            grid.add_column(head, no_wrap=True, min_width=max(map(len, cells)))
-        else:
-            grid.add_column(head, overflow="fold", justify="left" if head == "mode" else "right")
-    for row in rows:
-        grid.add_row(*row[:shown])
-    return grid
+    forms = {"model": "name", "mode": "left"}
+    columns = [(head, forms.get(head, "right")) for head in heads[:shown]]
+    return terminal_table(columns, [row[:shown] for row in rows], title=title)
 
 
 def _spread(values: Iterable[float | None], form: str) -> str:

@@ -1,16 +1,17 @@
-"""Training steps and inference over context lengths, both models in turns."""
+"""The speed of training steps and of inference at several context lengths, both models in turns."""
 
 import contextlib
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from bakeoff.apps.compare.document import SIDES, Place, Speed
+from bakeoff.apps.compare.document import SIDES, Side, Speed
 from bakeoff.apps.compare.lengths import sized
 from bakeoff.apps.compare.stage import Stage, clear, selecting
 from bakeoff.apps.train import Config
+from bakeoff.device import synchronize
+from bakeoff.timing import seconds_per_call
 
 __all__ = ["measured"]
 
@@ -18,10 +19,10 @@ _BLOCKS = 7
 _BLOCK_S = 0.1
 """A block of calls takes about this long, and holds at least one."""
 _WARM = 6
-"""Steps before timing; a captured one is recorded within the first four."""
+"""Steps before timing; capturing takes place within the first four."""
 
-_STARVED = ("can't allocate memory", "ALLOC_FAILED")
-"""What the CPU's allocator and CUDA's libraries say."""
+_OUT_OF_MEMORY = ("can't allocate memory", "ALLOC_FAILED")
+"""Part of the messages of the CPU's allocator and of CUDA's libraries."""
 
 Announce = Callable[[str], None]
 
@@ -30,21 +31,21 @@ def measured(
     first: Config, second: Config, length: int, device: torch.device, announce: Announce
 ) -> list[Speed]:
     """The rows of both models at one length: eager, and on CUDA captured."""
-    found = []
+    rows: list[Speed] = []
     captures = device.type == "cuda" and "off" not in (first.train.capture, second.train.capture)
     for mode in ("eager", "captured") if captures else ("eager",):
         announce(f"{length} bytes a row, {mode}: holding contests, then measuring")
         sides = {side: sized(config, length) for side, config in zip(SIDES, (first, second), strict=True)}
         together: list[Speed] = []
-        with contextlib.suppress(_Full):  # an error at hand would keep its tensors
+        with contextlib.suppress(_Full):  # an exception kept in a variable would keep tensors alive
             together = _timed(sides, mode, device, announce)
-        found += together or [
+        rows += together or [
             row for side, config in sides.items() for row in _alone(side, config, mode, device, announce)
         ]
-    return found
+    return rows
 
 
-def _alone(side: Place, config: Config, mode: str, device: torch.device, announce: Announce) -> list[Speed]:
+def _alone(side: Side, config: Config, mode: str, device: torch.device, announce: Announce) -> list[Speed]:
     """The row of one model, also where it does not fit."""
     try:
         return _timed({side: config}, mode, device, announce)
@@ -54,28 +55,28 @@ def _alone(side: Place, config: Config, mode: str, device: torch.device, announc
 
 
 class _Full(Exception):
-    """Memory ended."""
+    """Out of memory, on the device or the host."""
 
 
 @contextlib.contextmanager
 def _memory() -> Iterator[None]:
-    """Raises _Full for every way in which memory ends."""
+    """Raises _Full for each of the errors that running out of memory causes."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         starved = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not starved and not any(sign in str(error) for sign in _STARVED):
+        if not starved and not any(sign in str(error) for sign in _OUT_OF_MEMORY):
             raise
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise _Full(f"out of memory: {first_line}") from None
 
 
-def _timed(sides: dict[Place, Config], mode: str, device: torch.device, announce: Announce) -> list[Speed]:
-    """The rows of these models, which stand in memory together."""
+def _timed(sides: dict[Side, Config], mode: str, device: torch.device, announce: Announce) -> list[Speed]:
+    """The rows of these models, which are in memory at the same time."""
     compiled = any(config.train.compile for config in sides.values())
     with _memory():
         clear(device, compiled=compiled)
-        stages: dict[Place, Stage] = {}
+        stages: dict[Side, Stage] = {}
         peaks = {}
         for side, config in sides.items():
             stages[side], peaks[side] = _prepared(config, mode, device, announce)
@@ -106,7 +107,7 @@ def _prepared(
             stage.stepper.capture()
         for _ in range(_WARM if cuda else 1):
             stage.step()
-        _wait(device)
+        synchronize(device)
         peak = torch.cuda.max_memory_allocated(device) - before if cuda else None
     return stage, peak
 
@@ -122,34 +123,19 @@ def _alternating(
     counts = []
     for stage, call in calls:
         with selecting(stage.config, _regime(mode)):
-            _block(call, 1, device)  # compiles what is new
-            spent = _block(call, 1, device)
-        counts.append(max(1, round(1000 * _BLOCK_S / spent)))
+            seconds_per_call([call], 1, device)  # compiles what is new
+            spent = seconds_per_call([call], 1, device)
+        counts.append(max(1, round(_BLOCK_S / spent)))
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(_BLOCKS):
-        for (stage, call), count, found in zip(calls, counts, times, strict=True):
+        for (stage, call), count, taken in zip(calls, counts, times, strict=True):
             with selecting(stage.config, _regime(mode)):
-                found.append(_block(call, count, device))
-    return [sorted(found) for found in times]
-
-
-def _block(call: Callable[[], object], count: int, device: torch.device) -> float:
-    """Milliseconds a call, over `count` of them; the device is waited for at the end."""
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    _wait(device)
-    return 1000 * (time.perf_counter() - start) / count
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+                taken.append(1000 * seconds_per_call([call], count, device))
+    return [sorted(taken) for taken in times]
 
 
 def _row(
-    side: Place, stage: Stage, mode: str, step: list[float], infer: list[float], peak: int | None
+    side: Side, stage: Stage, mode: str, step: list[float], infer: list[float], peak: int | None
 ) -> Speed:
     rows, length = stage.config.train.batch_size, stage.config.seq_len
     ms, p20, p80 = _summary(step)

@@ -1,4 +1,4 @@
-"""A model on its device, with what steps it: as the trainer has it, without a run."""
+"""A model on its device with what it takes to step it, as the trainer does, but without a run's files."""
 
 import contextlib
 import gc
@@ -14,7 +14,7 @@ from bakeoff.models import build
 from bakeoff.select import tune, using
 from bakeoff.select.choose.policy import current
 
-__all__ = ["Stage", "clear", "selecting", "settled"]
+__all__ = ["Stage", "clear", "hold_contests", "selecting"]
 
 _BATCHES = 4
 
@@ -37,12 +37,12 @@ class Stage:
             seed=config.train.seed,
         )
         self.batches = [source.batch(number).to(device) for number in range(_BATCHES)]
-        self.made = 0
+        self.steps = 0
 
     def step(self) -> None:
         """One optimizer step."""
-        self.stepper(self.batches[self.made % _BATCHES], self.config.optim.lr)
-        self.made += 1
+        self.stepper(self.batches[self.steps % _BATCHES], self.config.optim.lr)
+        self.steps += 1
 
     @torch.no_grad()
     def infer(self) -> Tensor:
@@ -51,8 +51,8 @@ class Stage:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.stepper.bf16):
             logits, _ = self.model(rows)
         assert logits is not None
-        found: Tensor = logits
-        return found
+        tensor: Tensor = logits
+        return tensor
 
     def evaluate(self) -> float:
         """Held-out bits per byte."""
@@ -60,8 +60,8 @@ class Stage:
         return self.stepper.bits_per_byte(rows.to(self.device))
 
     def contests(self, announce: Callable[[str], None]) -> dict[str, str]:
-        """Rehearses a step and holds its contests, if the configuration wants that; what was left unsettled,
-        and why."""
+        """Rehearses a step and holds its contests, if the configuration says so; returns the calls without a
+        contest, and why."""
         rows = self.batches[0]
         if not self.config.select.tune or current().policy not in ("table", "tune"):
             self.stepper.rehearse(rows)
@@ -70,33 +70,33 @@ class Stage:
         return report.unsettled
 
 
-def settled(config: Config, device: torch.device, announce: Callable[[str], None]) -> dict[str, str]:
-    """Holds the contests of one step of `config` before anything is timed, and compiles what a measurement
-    runs; what was left unsettled, and why."""
+def hold_contests(config: Config, device: torch.device, announce: Callable[[str], None]) -> dict[str, str]:
+    """Holds the contests of one step of `config` before anything is timed, and compiles what an evaluation
+    runs; returns the calls for which no contest was held, and why."""
     graph = device.type == "cuda" and config.train.capture != "off"
     clear(device, compiled=config.train.compile)
     stage = Stage(config, device)
     with selecting(config, "eager"):
         unsettled = stage.contests(announce)
     with selecting(config, "graph" if graph else "eager"):
-        stage.evaluate()  # within a run this counts as time, and compiles at its first call
+        stage.evaluate()  # compiles at its first call, which within a run would count as training time
     return unsettled
 
 
 @contextlib.contextmanager
 def selecting(config: Config, regime: str) -> Iterator[None]:
-    """Selection as `config` wants it, inside."""
+    """Inside, ops are selected as `config` says."""
     with using(config.select.policy or None, regime=regime, **config.select.ops):
         yield
 
 
 def clear(device: torch.device, *, compiled: bool) -> None:
-    """Frees device memory that nothing holds, begins a new count of its peak, and where steps are `compiled`
-    forgets earlier ones, of which PyTorch keeps only a few."""
+    """Frees unused device memory and starts a new count of its peak; where steps are `compiled`, also makes
+    PyTorch forget earlier compiled ones, of which it keeps only a few."""
     gc.collect()
     if compiled:
         torch.compiler.reset()
     if device.type == "cuda":
-        torch.cuda.init()  # counting memory doesn't do that by itself
+        torch.cuda.init()  # resetting the count fails before CUDA has started
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -19,6 +19,7 @@ from bakeoff.select.contests.failure import reason
 from bakeoff.select.contests.verify import gradients
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.op import Op
+from bakeoff.timing import Clock, seconds_per_call
 
 __all__ = [
     "GraphTimer",
@@ -37,14 +38,13 @@ __all__ = [
 Work = Sequence[Callable[[], Any]]
 """The same call on different input sets."""
 Sampler = Callable[[], float]
-Clock = Callable[[], float]
 
-_SETS_S = 2.0  # of the host for making input sets
-_SLOW_S = 0.1  # a call that takes longer is not repeated to find out how long it takes
-_ENOUGH = 0.004  # stop when every median is known to this relative half width
+_SETS_S = 2.0  # most host seconds spent drawing inputs
+_SLOW_S = 0.1  # a call that takes longer is not repeated only to find out how many calls fill a sample
+_ENOUGH = 0.004  # sampling ends when every median's relative half width is at most this
 _MIN_ROUNDS, _MAX_ROUNDS = 7, 400
 MARGIN = 0.03  # a challenger must beat the incumbent by more than this
-_HOPELESS = 2.0  # a contestant this many times slower than the best is sampled no further
+_HOPELESS = 2.0  # a contestant this many times slower than the best is not sampled any more
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -79,19 +79,11 @@ class HostTimer:
     eager mode waits for. On the CPU simply the wall time of a call."""
 
     def __init__(self, device: str, clock: Clock = time.perf_counter, sample_s: float = 4e-3) -> None:
-        self.clock, self.sample_s = clock, sample_s
-        self.drain: Callable[[], Any] = (
-            (lambda: torch.cuda.synchronize(device)) if device.startswith("cuda") else (lambda: None)
-        )
+        self.device, self.clock, self.sample_s = device, clock, sample_s
 
     def sampler(self, work: Work) -> Sampler:
         def run(calls: int) -> float:
-            self.drain()
-            start = self.clock()
-            for i in range(calls):
-                work[i % len(work)]()
-            self.drain()
-            return (self.clock() - start) / calls
+            return seconds_per_call(work, calls, self.device, clock=self.clock)
 
         run(2)  # first calls compile and allocate
         # The least of some: after a hiccup a sample would be so short that draining fills it.
@@ -116,9 +108,7 @@ class GraphTimer:
             with torch.cuda.stream(side):
                 issue_s = math.inf
                 for call in list(work[:2]) * 2:
-                    start_s = time.perf_counter()
-                    call()
-                    issue_s = min(issue_s, time.perf_counter() - start_s)
+                    issue_s = min(issue_s, seconds_per_call([call], 1, self.device, host_only=True))
             torch.cuda.current_stream().wait_stream(side)
             work = work[: max(1, int(self.capture_s / max(issue_s, 1e-9)))]
             graph = torch.cuda.CUDAGraph()

@@ -1,0 +1,76 @@
+"""How every command behaves: help that keeps its examples, one-line errors, interruption, logging."""
+
+import errno
+import inspect
+import logging
+import re
+from typing import Any
+
+import click
+
+__all__ = ["Command", "Group", "log_to_stderr"]
+
+
+class Command(click.Command):
+    """A command whose help keeps the line breaks of its examples."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.help:  # click doesn't fill a paragraph that begins with \b
+            self.help = re.sub(r"\n(Examples|Start here):", "\n\b\n\\1:", inspect.cleandoc(self.help))
+
+
+class Group(Command, click.Group):
+    """A group of commands that prints an expected error as one line, which says how to fix it, and ends with
+    status 130 after Ctrl-C."""
+
+    command_class = Command
+    group_class = type
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except KeyboardInterrupt:
+            click.echo("\nInterrupted. Tables, checkpoints and results written so far are whole.", err=True)
+            ctx.exit(130)
+        except Exception as error:
+            if ctx.find_root().params.get("debug") or not _expected(error):
+                raise
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise click.ClickException(text) from error
+
+
+def _expected(error: Exception) -> bool:
+    from bakeoff.errors import BakeoffError
+
+    if isinstance(error, OSError):
+        return error.errno != errno.EPIPE  # the reader of our output has gone: click ends quietly
+    return (
+        isinstance(error, BakeoffError | ValueError | MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+    )
+
+
+def log_to_stderr(verbose: int, quiet: bool) -> None:
+    """Log to standard error: errors alone if `quiet`, else warnings, and with each `verbose` a level more."""
+    log = logging.getLogger("bakeoff")
+    log.handlers = [_LateHandler()]
+    log.setLevel(logging.ERROR if quiet else (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
+
+
+class _LateHandler(logging.Handler):
+    """Replaces itself by a handler of rich's at the first message, so that starting doesn't import rich."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from rich.console import Console
+        from rich.logging import RichHandler
+
+        from bakeoff.apps.outlet import Outlet
+
+        console = Console(stderr=True)
+        console.file = Outlet(console.file)  # type: ignore[assignment]
+        late = RichHandler(console=console, show_time=False, show_path=False)
+        logging.getLogger("bakeoff").handlers = [late]
+        late.emit(record)

@@ -1,0 +1,119 @@
+"""bench, compare."""
+
+from typing import Any
+
+import click
+
+from bakeoff.apps.cli.commands import options
+from bakeoff.apps.cli.commands.group import Command
+from bakeoff.apps.cli.commands.options import Finite
+
+__all__ = ["bench", "compare"]
+
+
+@click.command(cls=Command)
+@click.argument("names", metavar="[OP]...", nargs=-1)
+@click.option(
+    "--suite",
+    type=click.Choice(["ops", "selection", "step"]),
+    default="ops",
+    show_default=True,
+    help="ops: all candidates and peers. selection: time lost by the choices, overhead of choosing, time to "
+    "tune. step: a whole training step, eager, captured, compiled, and both.",
+)
+@click.option(
+    "--regimes", help="Comma-separated: eager,graph,compiled. [default: all the device has but compiled]"
+)
+@options.device
+@options.out("Results file. [default: results/GPU/SUITE.json]")
+@click.option("--filter", "text", default="", help="Only cases whose name or shapes contain this text.")
+@options.budget(
+    "Seconds measured per contest; verification comes on top. [default: 2; in --suite step 60, for all "
+    "contests of a mode]"
+)
+@click.option(
+    "--resume", is_flag=True, help="Leave out what the results file holds, measured with today's sources."
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Contests whose candidates compile at the same time, in a process each; they are still measured "
+    "one by one. Saves much time where there are many cores; each takes memory.",
+)
+def bench(**values: Any) -> None:
+    """Measure ops over their grids, with installed peers, or whole training steps.
+
+    All ops without OP; every candidate is verified, and measured in one run with the others.
+    Every case is measured forward alone and with its backward, in each regime, and is written to the results
+    file at once, so a run may be stopped and continued with --resume. On the CPU the cases have fewer rows.
+    Rows of other cases in the file stay.
+
+    Examples:
+      bakeoff bench
+      bakeoff bench rms_norm --filter 8192x4096 --budget 5
+      bakeoff bench --suite selection --out results/h200/selection.json
+      bakeoff bench --suite step --resume
+      bakeoff bench --jobs 8
+    """
+    from bakeoff.apps.cli.benching import run
+
+    run(**values)
+
+
+@click.command(cls=Command)
+@click.argument("words", metavar="[FIRST] [SECOND] [KEY=VALUE]...", nargs=-1)
+@options.data
+@click.option(
+    "--minutes",
+    type=Finite(0, min_open=True),
+    help="Wall time of every run. [default: 1 on the CPU, 3 on a GPU]",
+)
+@click.option("--steps", type=click.IntRange(1), help="Steps of every run, instead of --minutes.")
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Runs of each model; a winner needs 2 or more (3 are advised).",
+)
+@click.option(
+    "--lengths",
+    default="256,1024,4096",
+    show_default=True,
+    help="Context lengths in bytes at which speed is measured.",
+)
+@click.option(
+    "--size",
+    type=click.Choice(["tiny", "small"]),
+    help="tiny takes each recipe's -tiny form, where it has one. [default: tiny on the CPU, small on a GPU]",
+)
+@options.device
+@options.out("Folder of the comparison. [default: runs/compare-DATE-TIME]")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with --out: what it holds is not done again; more seeds or lengths are added.",
+)
+def compare(**values: Any) -> None:
+    """Train two recipes alike and say which is better.
+
+    FIRST and SECOND are recipes, byte-spectral and llm-med by default. SECOND keeps its shape; FIRST gets the
+    d_ff that makes their parameters equal. Both train on the same bytes in the same order, for equal time or
+    equal steps, the two models in turns for each seed; then training and inference are timed at each of
+    --lengths. Settings are those of SECOND's recipe. KEY=VALUE goes to both, first.KEY=VALUE and
+    second.KEY=VALUE to one.
+
+    A winner is named only where held-out bits per byte differ by more than seed noise. Each result is written
+    to OUT/compare.json at once, so Ctrl-C loses only the unfinished run; --resume goes on from there.
+
+    Examples:
+      bakeoff compare
+      bakeoff compare byte-spectral llm-med --data corpus/ --minutes 10 --seeds 5 --out runs/compared
+      bakeoff compare first.model.attention_every=2 --steps 500 --lengths 512,2048
+      bakeoff compare llm-med llm-med first.optim.lr=6e-4
+    """
+    from bakeoff.apps.cli.comparing import run
+
+    run(**values)

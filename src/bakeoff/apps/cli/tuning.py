@@ -1,0 +1,71 @@
+"""tune: the contests of one step of a recipe."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bakeoff.apps.cli.terminal import console, counted, working
+from bakeoff.apps.cli.training import configured
+from bakeoff.apps.render import explained, selection_table
+from bakeoff.apps.train import Config
+from bakeoff.apps.train.data import Batches, ByteCorpus, split
+from bakeoff.apps.train.step import Stepper
+from bakeoff.device import named_device
+from bakeoff.models import build
+from bakeoff.select import TuneReport, tune, using
+
+__all__ = ["print_unsettled", "rehearsed", "run"]
+
+
+def run(
+    words: Sequence[str],
+    file: Path | None,
+    data: str | None,
+    budget: float,
+    peers: bool,
+    force: bool,
+) -> None:
+    """Hold the contests of one real step of the configured recipe and print what was decided."""
+    config = configured(words, file, data=data)
+    out = console()
+    with working(out, "preparing one step") as status:
+        report, device = rehearsed(config, budget, peers=peers, force=force, announce=status.update)
+    source = "measured now" if report.measured else "table"
+    out.print(selection_table(explained(verdict, device, source) for verdict in report.verdicts))
+    print_unsettled(report, out)
+    held, known = counted(report.measured, "contest"), counted(len(report.verdicts), "verdict")
+    out.print(f"{held} held, {known} in force, {report.seconds:.1f} s", highlight=False)
+
+
+def print_unsettled(report: TuneReport, out: Console) -> None:
+    """The calls for which no contest was held, and why."""
+    for key, reason in report.unsettled.items():
+        text = f"no contest for {key}: {reason}"
+        out.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+def rehearsed(
+    config: Config,
+    budget_s: float,
+    *,
+    announce: Callable[[str], None],
+    peers: bool = False,
+    force: bool = False,
+) -> tuple[TuneReport, str]:
+    """Tune for one step of `config` on its device; the step changes no parameter.
+
+    Returns (report, device).
+    """
+    device = named_device(config.train.device)
+    corpus = ByteCorpus.open(config.data.path)
+    training, _ = split(corpus, config.data.holdout, config.seq_len)
+    batches = Batches(
+        corpus, training, seq_len=config.seq_len, batch_size=config.train.batch_size, seed=config.train.seed
+    )
+    rows = batches.batch(0).to(device)
+    with using(config.select.policy or None, **config.select.ops):
+        model = build(config.model).to(device).train()
+        stepper = Stepper(model, config, device)
+        report = tune(lambda: stepper.rehearse(rows), budget_s, peers=peers, force=force, announce=announce)
+        return report, str(device)
