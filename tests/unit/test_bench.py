@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from bakeoff.apps.bench import contests, results
 from bakeoff.apps.bench.exact import exact
 from bakeoff.apps.bench.results import File, ResultsError
 from bakeoff.apps.bench.suites import CPU_ELEMENTS, Cell, cells, cpu_cases, shrunk
+from bakeoff.apps.cli import main
 from bakeoff.apps.render import selection_table
 from bakeoff.bench import benchmark_rms_norm, benchmark_rotary, manual_kernel_benchmark
 from bakeoff.errors import ContestError
@@ -152,6 +154,40 @@ def test_what_failed_after_timing_is_not_verified(rms_norm: Op) -> None:
         changed = msgspec.structs.replace(verdict, trials=(verdict.trials[0], trial))
         row = results.rows_of_verdict(cell, changed)[1]
         assert (row.verified, row.us, row.reason) == (verified, timing.us, trial.rejected)
+
+
+def tuned(op: Op, case: Case, regime: str) -> Verdict:
+    """Won by a candidate in a launch configuration of its own."""
+    verdict = made(op, case, {"eager": 2.0, "compiled": 1.0}, "compiled", regime)
+    record = {"": 1.5, "forward(rows=2)": 1.0, "forward(rows=4)": "output is wrong [a]"}
+    eager, compiled, *others = verdict.trials
+    compiled = msgspec.structs.replace(compiled, variant="forward(rows=2)", variants=record)
+    return msgspec.structs.replace(verdict, trials=(eager, compiled, *others))
+
+
+@pytest.mark.parametrize("flags", [[], ["--thorough"], ["--variants"], ["--thorough", "--variants"]])
+def test_a_candidate_is_one_row_whatever_it_was_tried_with(
+    worker: type[FakeWorker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    monkeypatch.setattr(worker, "answer", staticmethod(tuned))
+    out = tmp_path / "ops.json"
+    words = ["bench", "rms_norm", "--filter", ONE, "--device", "cpu", "--out", str(out), *flags]
+    done = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert worker.thorough == ["--thorough" in flags] * 2
+    rows = [row for row in results.read(out).rows if row["direction"] == "forward"]
+    assert [row["variant"] for row in rows] == ["", "forward(rows=2)", "", "", "", ""]
+    assert ("forward(rows=4)" in done.output) == ("--variants" in flags)
+    assert ("output is wrong [a]" in done.output) == ("--variants" in flags)
+    assert (rows[1]["variants"] is not None) == ("--variants" in flags)
+    assert "as forward(rows=2) (1.50 times as fast" in " ".join(done.output.split())
+
+
+def test_launch_configurations_belong_to_the_suite_of_ops() -> None:
+    for flag, suite in (("--thorough", "selection"), ("--variants", "step")):
+        done = CliRunner().invoke(main, ["bench", "--suite", suite, flag, "--device", "cpu"])
+        assert done.exit_code == 1
+        assert "belong to --suite ops" in done.output
 
 
 def test_every_cell_is_on_disk_at_once(worker: type[FakeWorker], rms_norm: Op, tmp_path: Path) -> None:

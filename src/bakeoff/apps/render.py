@@ -10,7 +10,7 @@ from bakeoff.apps.tabular import terminal_table
 from bakeoff.select import Explanation, Verdict
 from bakeoff.select.choose.explain import Row, rows_of
 
-__all__ = ["explained", "milliseconds", "selection_table"]
+__all__ = ["explained", "milliseconds", "selection_table", "variants_table"]
 
 _COLUMNS = (
     ("candidate", "name"), ("ms", "right"), ("of limit", "right"), ("error", "right"), ("chosen", "right"),
@@ -26,7 +26,16 @@ _OVER = (
 def explained(verdict: Verdict, device: str, source: str = "measured now") -> Explanation:
     """A verdict as an explanation whose choice is the winner."""
     rows = rows_of(verdict, device, verdict.winner)
-    return Explanation(verdict.op, verdict.key, verdict.winner, verdict.why, source, rows, verdict.warning)
+    return Explanation(
+        verdict.op,
+        verdict.key,
+        verdict.winner,
+        verdict.why,
+        source,
+        rows,
+        verdict.warning,
+        variant=verdict.variant(verdict.winner),
+    )
 
 
 def selection_table(explanations: Iterable[Explanation]) -> Group:
@@ -51,6 +60,21 @@ def milliseconds(us: float | None) -> str:
         return "-"
     ms = us / 1000
     return f"{ms:.4f}" if ms < 1 else f"{ms:.2f}"
+
+
+def variants_table(verdict: Verdict) -> Table:
+    """A line per launch configuration that was tried, each candidate's fastest first."""
+    columns = (("candidate", "name"), ("variant", "left"), ("ms", "right"), ("why not", "left"))
+    rows: list[tuple[str, ...]] = []
+    for trial in verdict.trials:
+        times = {text: us for text, us in trial.variants.items() if not isinstance(us, str)}
+        failures = {text: why for text, why in trial.variants.items() if isinstance(why, str)}
+        rows += [
+            (f"  {trial.candidate}", text or "default", milliseconds(us), "")
+            for text, us in sorted(times.items(), key=lambda item: item[1])
+        ]
+        rows += [(f"  {trial.candidate}", text, "-", why) for text, why in failures.items()]
+    return terminal_table(columns, rows)
 
 
 def _section(explanation: Explanation) -> Table:

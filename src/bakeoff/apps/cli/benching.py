@@ -11,7 +11,7 @@ from bakeoff.apps.bench.regret import SelectionRow
 from bakeoff.apps.bench.results import ResultsError
 from bakeoff.apps.bench.suites import Cell, cells
 from bakeoff.apps.cli.terminal import console, declared, print_plain, working
-from bakeoff.apps.render import explained, selection_table
+from bakeoff.apps.render import explained, selection_table, variants_table
 from bakeoff.apps.tabular import named_values
 from bakeoff.device import named_device
 from bakeoff.select import Verdict, find_op
@@ -30,9 +30,13 @@ def run(
     budget: float | None,
     resume: bool,
     jobs: int,
+    thorough: bool,
+    variants: bool,
 ) -> None:
     """Run a suite and print where its results are."""
     device = str(named_device(device))
+    if suite != "ops" and (thorough or variants):
+        raise ResultsError("--thorough and --variants belong to --suite ops: leave them out")
     if suite == "step":
         if names or text or regimes or jobs > 1:
             raise ResultsError(
@@ -65,7 +69,9 @@ def run(
                 budget_s=budget,
                 resume=resume,
                 jobs=jobs,
-                hear=_cell_printer(printer, device),
+                thorough=thorough,
+                variants=variants,
+                hear=_cell_printer(printer, device, variants=variants),
                 announce=status.update,
             )
         else:
@@ -104,12 +110,14 @@ def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> Non
     print_plain(printer, f"results: {out}")
 
 
-def _cell_printer(printer: Console, device: str) -> contests.Hear:
+def _cell_printer(printer: Console, device: str, *, variants: bool) -> contests.Hear:
     def hear(cell: Cell, verdicts: list[Verdict], reason: str) -> None:
         printer.print(Text(f"{cell.op.name} {cell.case.name}, {cell.direction}", style="bold"))
         if reason:
             printer.print(Text(f"  not measured: {reason}", style="red"))
         printer.print(selection_table(explained(verdict, device, "this run") for verdict in verdicts))
+        if variants and verdicts:
+            printer.print(variants_table(verdicts[0]))  # one screening serves all regimes
 
     return hear
 

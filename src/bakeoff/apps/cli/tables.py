@@ -15,6 +15,7 @@ from bakeoff.errors import TableError
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.table import Table, read, write
 from bakeoff.select.contests.verdict import Verdict
+from bakeoff.select.declare.variants import label
 
 __all__ = ["diff", "export", "import_", "path", "show", "standing"]
 
@@ -43,7 +44,7 @@ def _show(table: Table, path: Path, device: str) -> None:
     rows = [
         (
             Text(name),
-            row.winner,
+            _choice(row),
             milliseconds(row.timings[row.winner].us),
             milliseconds(_eager_us(row)),
             standing(table, row, device),
@@ -128,8 +129,8 @@ def diff(first: Path, second: Path | None, device: str) -> None:
     for name in sorted(left.rows.keys() | right.rows.keys()):
         old, new = left.rows.get(name), right.rows.get(name)
         if old is None or new is None:
-            click.echo(f"only in {first if new is None else second}: {name}: {(old or new).winner}")  # type: ignore[union-attr]
-        elif old.winner != new.winner:
+            click.echo(f"only in {first if new is None else second}: {name}: {_choice(old or new)}")  # type: ignore[arg-type]
+        elif _choice(old) != _choice(new):
             click.echo(f"{name}: {_time(old)} -> {_time(new)}")
         else:
             ratio = new.timings[new.winner].us / old.timings[old.winner].us
@@ -165,8 +166,13 @@ def _set_aside(own: Path) -> None:
         click.echo(f"the old table is {aside}")
 
 
+def _choice(verdict: Verdict) -> str:
+    """The winner, with its launch configuration."""
+    return label(verdict.winner, verdict.variant(verdict.winner))
+
+
 def _time(verdict: Verdict) -> str:
-    return f"{verdict.winner} {milliseconds(verdict.timings[verdict.winner].us)} ms"
+    return f"{_choice(verdict)} {milliseconds(verdict.timings[verdict.winner].us)} ms"
 
 
 def _eager_us(verdict: Verdict) -> float | None:

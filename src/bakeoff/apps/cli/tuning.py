@@ -17,20 +17,30 @@ from bakeoff.select import TuneReport, tune, using
 
 __all__ = ["print_unsettled", "rehearsed", "run"]
 
+_BUDGET_S, _THOROUGH_S = 60.0, 3600.0
+
 
 def run(
     words: Sequence[str],
     file: Path | None,
     data: str | None,
-    budget: float,
+    budget: float | None,
     peers: bool,
     force: bool,
+    thorough: bool,
 ) -> None:
     """Hold the contests of one real step of the configured recipe and print what was decided."""
     config = configured(words, file, data=data)
     out = console()
     with working(out, "preparing one step") as status:
-        report, device = rehearsed(config, budget, peers=peers, force=force, announce=status.update)
+        report, device = rehearsed(
+            config,
+            (_THOROUGH_S if thorough else _BUDGET_S) if budget is None else budget,
+            peers=peers,
+            force=force,
+            thorough=thorough,
+            announce=status.update,
+        )
     source = "measured now" if report.measured else "table"
     out.print(selection_table(explained(verdict, device, source) for verdict in report.verdicts))
     print_unsettled(report, out)
@@ -52,6 +62,7 @@ def rehearsed(
     announce: Callable[[str], None],
     peers: bool = False,
     force: bool = False,
+    thorough: bool = False,
 ) -> tuple[TuneReport, str]:
     """Tune for one step of `config` on its device; the step changes no parameter.
 
@@ -67,5 +78,12 @@ def rehearsed(
     with using(config.select.policy or None, **config.select.ops):
         model = build(config.model).to(device).train()
         stepper = Stepper(model, config, device)
-        report = tune(lambda: stepper.rehearse(rows), budget_s, peers=peers, force=force, announce=announce)
+        report = tune(
+            lambda: stepper.rehearse(rows),
+            budget_s,
+            peers=peers,
+            force=force,
+            thorough=thorough,
+            announce=announce,
+        )
         return report, str(device)

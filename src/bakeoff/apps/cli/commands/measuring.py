@@ -42,6 +42,10 @@ __all__ = ["bench", "compare"]
     help="Contests whose candidates compile at the same time, in a process each; they are still measured "
     "one by one. Saves much time where there are many cores; each takes memory.",
 )
+@options.thorough
+@click.option(
+    "--variants", is_flag=True, help="Keep and print the time of every launch configuration that was tried."
+)
 def bench(**values: Any) -> None:
     """Measure ops over their grids, with installed peers, or whole training steps.
 
@@ -56,6 +60,7 @@ def bench(**values: Any) -> None:
       bakeoff bench --suite selection --out results/h200/selection.json
       bakeoff bench --suite step --resume
       bakeoff bench --jobs 8
+      bakeoff bench swiglu --thorough --variants
     """
     from bakeoff.apps.cli.benching import run
 

@@ -49,6 +49,13 @@ regime_choice = click.option(
 )
 
 
+thorough = click.option(
+    "--thorough",
+    is_flag=True,
+    help="Try every launch configuration that kernels declare, not the first few: minutes a contest.",
+)
+
+
 def budget(help_text: str, default: float | None = None) -> Decorator:
     """--budget: a positive number of seconds."""
     positive = Finite(0, min_open=True)

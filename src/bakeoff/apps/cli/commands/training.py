@@ -69,9 +69,10 @@ def train(**values: Any) -> None:
 @options.recipe_words
 @options.config
 @options.data
-@options.budget("Seconds for all contests.", 60.0)
+@options.budget("Seconds for all contests. [default: 60; with --thorough an hour]")
 @click.option("--peers", is_flag=True, help="Let installed third-party candidates compete; takes longer.")
 @click.option("--force", is_flag=True, help="Measure again what the table has already.")
+@options.thorough
 def tune(**values: Any) -> None:
     """Hold the contests of one real step of a recipe.
 
@@ -83,6 +84,7 @@ def tune(**values: Any) -> None:
       bakeoff tune llm-med
       bakeoff tune llm-med train.batch_size=64 --budget 120 --force
       bakeoff tune llm-med --peers --budget 600
+      bakeoff tune llm-med --thorough
     """
     from bakeoff.apps.cli.tuning import run
 
