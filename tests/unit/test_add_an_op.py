@@ -35,7 +35,7 @@ assert torch.allclose(bakeoff.ops.squared_relu(x).double(), exact, rtol=1e-6)
 assert torch.equal(bakeoff.ops.squared_relu(x, impl="eager"), torch.relu(x).square())
 for wrong, message in ((lambda: bakeoff.ops.squared_relu(x, impl="triton"), "runs on CUDA"),
                        (lambda: bakeoff.ops.squared_relu(x, impl="cobol"), "it has eager, compiled, triton"),
-                       (lambda: bakeoff.ops.squared_relu(torch.ones(3).int()), "expected a floating dtype")):
+                       (lambda: bakeoff.ops.squared_relu(torch.ones(3).int()), "convert it to a floating")):
     try:
         wrong()
     except (bakeoff.Unsupported, TypeError) as error:
@@ -63,6 +63,21 @@ for shape in ((), (0, 4), (3,), (2049,), (5, 1001)):
     (dx64,) = torch.autograd.grad(reference.squared_relu(x64), x64, dy.double())
     torch.testing.assert_close(y.double(), x64.clamp(min=0).square(), rtol=1e-6, atol=0)
     torch.testing.assert_close(dx.double(), dx64, rtol=1e-6, atol=0)
+
+# First-class without an extra line: checked by opcheck, traced whole, clear about second derivatives.
+x, dy = torch.randn(5, 7, requires_grad=True), torch.randn(5, 7)
+torch.library.opcheck(kernels.squared_relu.traced.forward, (x, True, ""))
+torch.library.opcheck(kernels.squared_relu.traced.backward, (dy, x.detach(), x.detach(), [True], ""))
+whole = torch.compile(lambda x: kernels.squared_relu(x) * 2, fullgraph=True, backend="aot_eager")
+whole(x).backward(dy)
+torch.testing.assert_close(x.grad, 4 * dy * x.detach().clamp(min=0))
+try:
+    (dx,) = torch.autograd.grad(kernels.squared_relu(x), x, dy, create_graph=True)
+    dx.sum().backward()
+except RuntimeError as error:
+    assert "can't be differentiated twice" in str(error)
+else:
+    raise AssertionError("a second derivative of kernels")
 print("followed")
 """
 
@@ -113,6 +128,12 @@ def test_contest_and_calls(overlay: Path) -> None:
 def test_kernel_under_the_interpreter(overlay: Path) -> None:
     pytest.importorskip("triton")
     assert run(overlay, KERNEL, TRITON_INTERPRET="1").endswith("followed\n")
+
+
+def test_the_page_is_short() -> None:
+    lines = [line for text in FILES.values() for line in text.splitlines() if line.strip()]
+    assert len(lines) <= 100
+    assert "".join(FILES.values()).count("@triton.jit") == 2
 
 
 def test_page_passes_lint(overlay: Path) -> None:

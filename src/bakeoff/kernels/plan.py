@@ -46,7 +46,11 @@ class Plan:
         self.device: torch.device = first.device
 
     def launch(self, kernel: Callable[..., Any], grid: tuple[int, ...], /, **named: Any) -> None:
-        """Launch a `TritonKernel` or `CudaKernel`; arguments, constants and options by their names."""
+        """Launch a `TritonKernel` or `CudaKernel`; arguments, constants and options by their names. A grid of
+        no
+        programs launches nothing."""
+        if 0 in grid:
+            return
         compiled = kernel(grid, **named)
         self.launches += 1
         if not self.recording:

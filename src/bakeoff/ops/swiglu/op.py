@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from bakeoff.kernels.counter import launches
 from bakeoff.ops.swiglu import peers, plain
 from bakeoff.ops.swiglu.reference import swiglu as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.abilities import kernel_candidate, needs_native
 from bakeoff.select.declare.arguments import Arguments, Tensor
-from bakeoff.select.declare.compiled import compiler_missing
+from bakeoff.select.declare.compiled import compiled_candidate
 from bakeoff.select.declare.key import round_rows, with_layout
 
 __all__ = ["OP"]
@@ -92,19 +92,10 @@ def _case(rows: int, features: int, dtype: torch.dtype, form: str = "") -> Case:
     return Case(args, "cuda", f"{rows}x{features} {short} {form}".strip())
 
 
-def triton_supports(case: Case) -> str | None:
-    """Why the Triton kernels can't take `case`, or None."""
-    if not case.device.startswith("cuda"):
-        return f"runs on CUDA, not on {case.device}"
-    if case.gate.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"computes in float32: takes float16, bfloat16 and float32, not {case.gate.dtype}"
-    return None
-
-
 def heuristic(case: Case, regime: str) -> str:
     """The kernels on a GPU; plain PyTorch on the CPU, inside torch.compile, which fuses it with its
     neighbours, and where the host's time decides: PyTorch's own backward is C++."""
-    if regime == "compiled" or triton_supports(case):
+    if regime == "compiled" or not case.device.startswith("cuda") or needs_native(case):
         return "eager"
     host_bound = regime == "eager" and case.needs_grad and cost(case).bytes < _HOST_BOUND
     return "eager" if host_bound else "triton"
@@ -121,18 +112,8 @@ OP = Op(
     reference=reference,
     candidates=(
         Candidate("eager", plain.eager),
-        Candidate(
-            "compiled",
-            plain.compiled,
-            supports=compiler_missing,
-        ),
-        Candidate(
-            "triton",
-            load=_triton,
-            supports=triton_supports,
-            requires=("triton",),
-            launches=launches,
-        ),
+        compiled_candidate(reference),
+        kernel_candidate("triton", _triton),
         Candidate(
             "liger",
             peers.liger,

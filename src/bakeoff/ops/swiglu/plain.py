@@ -1,12 +1,9 @@
-"""PyTorch's own swiglu: the ``eager`` and ``compiled`` candidates."""
+"""PyTorch's own swiglu: the ``eager`` candidate."""
 
 import torch
 import torch.nn.functional as F
 
-from bakeoff.ops.swiglu.reference import swiglu as reference
-from bakeoff.select.declare.compiled import compiled as compile_formula
-
-__all__ = ["compiled", "eager"]
+__all__ = ["eager"]
 
 
 def eager(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
@@ -14,6 +11,3 @@ def eager(gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
     if up is None:
         gate, up = gate.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-compiled = compile_formula(reference)

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case, TensorMeta
 from bakeoff.select.declare.installed import missing
 
-__all__ = ["compiled", "compiler_missing", "unlinkable"]
+__all__ = ["compiled", "compiled_candidate", "compiler_missing", "unlinkable"]
 
 log = logging.getLogger("bakeoff")
 _STATIC = 8
@@ -119,3 +120,8 @@ def unlinkable() -> str | None:
     if not re.search(r"""[\s'"\\]""", place):
         return None
     return f"torch.compile on the CPU fails where PyTorch's folder has spaces or quotes in its path: {place}"
+
+
+def compiled_candidate(formula: Callable[..., Any]) -> Candidate:
+    """The candidate that torch.compile makes of a formula, often the definition."""
+    return Candidate("compiled", compiled(formula), supports=compiler_missing)

@@ -1,11 +1,12 @@
 """Keys: what a decision depends on, and how exact calls fall into buckets."""
 
+import math
 from collections.abc import Sequence
 
 from bakeoff.select.declare.case import Case, TensorMeta
 from bakeoff.select.declare.op import Op
 
-__all__ = ["REGIMES", "key", "layout", "round_rows", "with_layout"]
+__all__ = ["REGIMES", "key", "layout", "round_rows", "rows_rounded", "with_layout"]
 
 REGIMES = ("eager", "graph", "compiled")
 
@@ -47,6 +48,18 @@ def with_layout(meta: TensorMeta, shape: Sequence[int], features: int = 1) -> Te
         turned = TensorMeta.dense(swapped, meta.dtype).stride
         stride = (*turned[:-2], turned[-1], turned[-2])
     return TensorMeta(tuple(shape), meta.dtype, stride, meta.requires_grad)
+
+
+def rows_rounded(case: Case) -> Case:
+    """The representative case of an op over rows: in every tensor all dimensions but the last count rows,
+    which
+    become one dimension, rounded up; tensors of one dimension stay as they are."""
+    plain = {}
+    for name, meta in case.tensors.items():
+        if len(meta.shape) > 1:
+            rows = math.prod(meta.shape[:-1])
+            plain[name] = with_layout(meta, (round_rows(rows), meta.shape[-1]))
+    return case.replace(**plain)
 
 
 def key(op: Op, case: Case, regime: str) -> str:
