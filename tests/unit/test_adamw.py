@@ -616,7 +616,7 @@ def test_selection_is_asked_and_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("loop", "foreach", "fused"):
         stacked = OP.candidate(name).implementation
         real = stacked.update
-        monkeypatch.setattr(stacked, "_update", lambda *a, n=name, r=real: (ran.append(n), r(*a)))
+        monkeypatch.setattr(stacked, "update", lambda *a, n=name, r=real: (ran.append(n), r(*a)))
     params = parameters()
     stepper = AdamW(params)
     gradients(params)

@@ -16,7 +16,7 @@ from bakeoff.causal.edits import Edits
 from bakeoff.errors import BakeoffError
 from bakeoff.models import byte_spectral
 from bakeoff.models.llm_med import Config, LLMMed
-from bakeoff.select import Candidate, Op, using
+from bakeoff.select import Candidate, Op, call, using
 from tests.unit import zoo
 
 V, D, T = 32, 16, 24
@@ -517,7 +517,7 @@ class ByOp(Loud):
         self.op = (op,)  # as deep copies of a model copy an op, too
 
     def mix(self, h: Tensor, ids: Tensor) -> Tensor:
-        return super().mix(h, ids) + self.op[0](h, torch.ones_like(h[0, 0]), None)
+        return super().mix(h, ids) + call(self.op[0], h, torch.ones_like(h[0, 0]), None)
 
 
 def test_a_leak_of_a_kernel_that_takes_no_float64_is_found() -> None:
