@@ -21,10 +21,14 @@ __all__ = [
     "disturbance",
     "facts",
     "free",
+    "generation",
+    "index",
     "l2_bytes",
     "limit_us",
     "multiprocessors",
     "pulse",
+    "shared_memory",
+    "warp_size",
 ]
 
 DRIFT = 0.05  # a pulse that changes by more than this says that clocks or load moved
@@ -91,6 +95,20 @@ def free(device: str) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else facts(device).memory
 
 
+def index(device: str) -> int:
+    """The index of a GPU ("cuda" is the current one); -1 for the CPU, and where there is no GPU."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return -1
+    given = torch.device(device).index
+    return torch.cuda.current_device() if given is None else given
+
+
+@functools.cache
+def generation(device: int) -> int:
+    """The first number of the compute capability of the GPU of this index; 0 for -1, the CPU."""
+    return torch.cuda.get_device_properties(device).major if device >= 0 else 0
+
+
 @functools.cache
 def multiprocessors(device: int) -> int:
     """Of the GPU of this index; 4 for -1, the CPU, where kernels are interpreted."""
@@ -123,6 +141,22 @@ def _copy_seconds(nbytes: int, device: str, generator: torch.Generator) -> float
     source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_(0, 255, generator=generator)
     target = torch.empty_like(source)
     return _best(lambda: target.copy_(source), device)
+
+
+@functools.cache
+def shared_memory(device: int) -> int:
+    """Bytes that one program may have on the GPU of this index; 64 KiB for -1, the CPU."""
+    if device < 0:
+        return 64 << 10
+    properties = torch.cuda.get_device_properties(device)
+    # AMD's have no more than the usual amount.
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
+@functools.cache
+def warp_size(device: int) -> int:
+    """Threads that a warp of the GPU of this index has; 32 for -1, the CPU."""
+    return torch.cuda.get_device_properties(device).warp_size if device >= 0 else 32
 
 
 def limit_us(bytes_: int, flops: int, device: str) -> float:

@@ -9,12 +9,12 @@ from aot import SHARED_LIMIT, TARGETS, Built, build
 from bakeoff.ops.byte_spectral import OP, kernels
 from bakeoff.ops.byte_spectral.kernels import backward as backward_room
 from bakeoff.ops.byte_spectral.kernels import forward as forward_room
-from bakeoff.ops.byte_spectral.reference import EPS
+from bakeoff.ops.byte_spectral.op import _case
 from bakeoff.select import Case
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8"}
 SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
-MAJOR = {"sm_80": 8, "sm_90": 9, "sm_100": 10, "gfx942": 9}
+GENERATION = {"sm_80": 8, "sm_90": 9, "sm_100": 10, "gfx942": 9}
 MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 CASES = {case.name: case for case in OP.cases()}
 FORMS = [
@@ -44,37 +44,48 @@ def arguments(case: Case, target: str) -> tuple[dict[str, str], dict[str, Any]]:
     D = case.weight.shape[1] if case.weight else 1
     result = case.weight or case.table
     constants |= kernels.constants(case.table.shape[1], W, K, D, case.features, result.dtype, True)
-    return signature | dict.fromkeys(("T", "row"), "i64"), constants | {"EPS": EPS}
+    return signature | dict.fromkeys(("T", "row"), "i64"), constants
 
 
 def without(names: str, *tables: dict[str, Any]) -> list[dict[str, Any]]:
     return [{name: value for name, value in table.items() if name not in names.split()} for table in tables]
 
 
-def compiled(kernel: Any, signature: Any, constants: Any, tiling: kernels.Tiling, target: str) -> Built:
-    span = kernels.span(tiling.positions, constants["W"])
-    constants |= {"BT": tiling.positions, "BD": tiling.channels, "SPAN": span}
-    stages = {} if kernel is forward_room._forward else {"num_stages": 1}
-    return build(kernel, signature, constants, target, num_warps=tiling.warps, **stages)
+def forward_tilings(case: Case, target: str) -> list[kernels.ForwardTiling]:
+    itemsize = (case.weight or case.table).dtype.itemsize
+    return kernels.forward_tilings(
+        arguments(case, target)[1], itemsize, GENERATION[target], SHARED_LIMIT[target]
+    )
 
 
-def forward(case: Case, target: str) -> Built:
+def backward_tilings(case: Case, target: str) -> list[kernels.BackwardTiling]:
+    return kernels.backward_tilings(arguments(case, target)[1], GENERATION[target])
+
+
+def compiled(kernel: Any, signature: Any, numbers: dict[str, Any], target: str) -> Built:
+    """The kernel with a launch's numbers and constants."""
+    options = {name: numbers[name] for name in ("num_warps", "num_stages")}
+    constants = {name: value for name, value in numbers.items() if name not in (*signature, *options)}
+    return build(kernel, signature, constants, target, **options)
+
+
+def forward(case: Case, target: str, tiling: kernels.ForwardTiling | None = None) -> Built:
     signature, constants = arguments(case, target)
     signature["out"] = TYPES[(case.weight or case.table).dtype]
-    tiling = kernels.forward_tiling(constants["D"], constants["SPLIT"], MAJOR[target])
-    return compiled(forward_room._forward, signature, constants, tiling, target)
+    tiling = tiling or forward_tilings(case, target)[0]
+    _, numbers = kernels.forward_launch(*case.ids.shape, constants, tiling)
+    return compiled(forward_room._forward, signature, numbers, target)
 
 
-def backward(case: Case, target: str) -> Built:
+def backward(case: Case, target: str, tiling: kernels.BackwardTiling | None = None) -> Built:
     signature, constants = without("bias", *arguments(case, target))
     signature |= {"dout": TYPES[(case.weight or case.table).dtype], "partial": "*fp32"}
     signature |= dict.fromkeys(("tiles", "columns", "bias_at", "signal_at"), "i64")
-    constants |= {"WEIGHT": case.weight is not None, "BIAS": case.bias is not None}
-    constants |= {"TABLE": True, "WINDOW": True, "OMEGA": case.omega is not None}
-    tiling = kernels.backward_tiling(
-        constants["D"], case.features, constants["SPLIT"], SMS[target], MAJOR[target]
-    )
-    return compiled(backward_room._backward, signature, constants, tiling, target)
+    tiling = tiling or backward_tilings(case, target)[0]
+    _, numbers = kernels.backward_launch(*case.ids.shape, constants, tiling, SMS[target])
+    numbers |= {"WEIGHT": case.weight is not None, "BIAS": case.bias is not None}
+    numbers |= {"TABLE": True, "WINDOW": True, "OMEGA": case.omega is not None}
+    return compiled(backward_room._backward, signature, numbers, target)
 
 
 def check(built: Built, spills: int) -> None:
@@ -100,12 +111,42 @@ def test_backward(name: str, target: str) -> None:
     check(backward(CASES[name], target), BACKWARD_SPILLS[target][split(CASES[name])])
 
 
+LARGEST = _case("largest", 4, 1024, C=2, W=64, K=64, D=512, features="complex")
+LARGEST_EXACT = _case("largest", 4, 1024, C=2, W=64, K=64, D=512, features="complex", weight=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["16x1024", "8x2048 C4"])
+def test_variants_of_the_forward(name: str) -> None:
+    tilings = forward_tilings(CASES[name], "sm_90")
+    assert len(set(tilings)) == len(tilings) > 5
+    for tiling in tilings:
+        check(forward(CASES[name], "sm_90", tiling), 0)
+
+
+def test_every_variant_of_the_largest_forward_fits_the_chip() -> None:
+    """Where tiles of the weight are largest; registers may run out, shared memory must not."""
+    for tiling in forward_tilings(LARGEST, "sm_90"):
+        check(forward(LARGEST, "sm_90", tiling), 1024)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("case", [LARGEST, LARGEST_EXACT], ids=["bf16", "fp32"])
+def test_the_largest_forward_fits_every_chip(case: Case, target: str) -> None:
+    assert forward(case, target).shared <= SHARED_LIMIT[target]
+
+
+def test_variants_of_the_backward() -> None:
+    for tiling in backward_tilings(CASES["16x1024"], "sm_90"):
+        check(backward(CASES["16x1024"], "sm_90", tiling), BACKWARD_SPILLS["sm_90"][2])
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_sum_of_partials(target: str) -> None:
     signature = {"partial": "*fp32", "dweight": "*bf16", "dbias": "*bf16"}
     signature |= dict.fromkeys(("dtable", "dwindow", "domega"), "*fp32")
-    signature |= dict.fromkeys(("columns", "a", "b", "c", "d"), "i64")
+    signature |= dict.fromkeys(("columns", "bias_at", "table_at", "window_at", "omega_at"), "i64")
     signature["rows"] = "i32"
-    constants = {"ROWS": kernels.ROWS, "COLUMNS": kernels.COLUMNS}
-    built = build(backward_room._sum_partials, signature, constants, target, num_warps=kernels.SUM_WARPS)
+    _, constants = kernels.sum_launch(1000)
+    warps = constants.pop("num_warps")
+    built = build(backward_room._sum_partials, signature, constants, target, num_warps=warps)
     assert built.spills == 0

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from bakeoff.kernels import variants
 from bakeoff.ops.byte_spectral import OP, byte_spectral
-from bakeoff.ops.byte_spectral.autograd import _backward_op, _forward_op
-from bakeoff.ops.byte_spectral.autograd import byte_spectral as candidate
 from bakeoff.ops.byte_spectral.plain import eager
 from bakeoff.ops.byte_spectral.reference import byte_spectral as reference
+from bakeoff.ops.byte_spectral.triton import byte_spectral as candidate
 from bakeoff.select import Case
 from bakeoff.select.contests.verify import verify, yardsticks
 
@@ -87,6 +87,27 @@ def test_shapes(shape: dict[str, Any], features: str, dtype: torch.dtype) -> Non
         assert (got - exact).norm() <= few * BOUND[dtype] * exact.norm()
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"B": 2, "T": 500, "W": 64, "K": 32, "D": 300},
+        {"B": 2, "T": 130, "C": 2, "W": 64, "K": 64, "D": 512, "features": "complex"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_variant_is_as_exact_as_the_default(shape: dict[str, Any], dtype: torch.dtype) -> None:
+    """The second shape has the largest tiles of the weight: they and what else there is must fit."""
+    args = arguments(**shape, dtype=dtype)
+    dy = torch.randn_like(candidate(*args))
+    default = results(candidate, args, dy)
+    for axis, tilings in candidate.variants(OP.case(args)).items():
+        for tiling in tilings[1:]:
+            variant = candidate.bind(variants.text({axis: tiling}))
+            for got, want in zip(results(variant, args, dy), default, strict=True):
+                assert (got - want).norm() <= 2 * BOUND[dtype] * want.norm(), (axis, tiling)
+
+
 def test_misaligned_ids() -> None:
     args = arguments(4, 257)
     flat = torch.zeros(4 * 257 + 1, dtype=torch.uint8, device="cuda")
@@ -133,11 +154,15 @@ def test_torch_compile_whole_with_any_length() -> None:
 
 def test_opcheck() -> None:
     for K, D in ((32, 256), (None, None)):
-        args = arguments(2, 40, K=K, D=D)[:7]
-        torch.library.opcheck(_forward_op, args)
-        plain = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        args = arguments(2, 40, K=K, D=D)
+        torch.library.opcheck(candidate.traced.forward, (*args, True, ""))
+        ids, table, window, omega, features, weight, bias, causal = (
+            a.detach() if isinstance(a, torch.Tensor) else a for a in args
+        )
+        dout = candidate(ids, table, window, omega, features, weight, bias, causal)
+        saved, likes = (ids, table, window, omega, weight), (table, window, omega, weight, bias)
         wanted = [True, True, K is not None, D is not None, D is not None]
-        torch.library.opcheck(_backward_op, (_forward_op(*plain), *plain, wanted))
+        torch.library.opcheck(candidate.traced.backward, (dout, *saved, features, causal, *likes, wanted, ""))
 
 
 def test_autocast() -> None:

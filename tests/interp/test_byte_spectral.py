@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bakeoff.errors import Unsupported
+from bakeoff.kernels import variants
 from bakeoff.kernels.counter import launches
 from bakeoff.ops.byte_spectral import OP, byte_spectral, kernels
-from bakeoff.ops.byte_spectral.autograd import _backward_op, _forward_op
-from bakeoff.ops.byte_spectral.autograd import byte_spectral as triton_candidate
 from bakeoff.ops.byte_spectral.plain import eager, loop, rfft
 from bakeoff.ops.byte_spectral.reference import EPS
 from bakeoff.ops.byte_spectral.reference import byte_spectral as reference
+from bakeoff.ops.byte_spectral.triton import byte_spectral as triton_candidate
 from bakeoff.select import Case, TensorMeta
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
@@ -75,14 +75,17 @@ def assert_exact(call, args, bound=3e-6):
     return got
 
 
+TINY = {"forward": kernels.ForwardTiling(16, 16, 4, 1), "backward": kernels.BackwardTiling(16, 16, 4, 1)}
+
+
 @pytest.fixture(params=["production", "tiny"])
-def tiles(request, monkeypatch):
-    """Production tiles, and ones so small that positions, channels and sums all have several."""
+def tiled(request, monkeypatch):
+    """The candidate with production tiles, and with ones so small that positions, channels and sums all have
+    several."""
     if request.param == "production":
-        return
-    monkeypatch.setattr(kernels, "forward_tiling", lambda *_: kernels.Tiling(16, 16, 4))
-    monkeypatch.setattr(kernels, "backward_tiling", lambda *_: kernels.Tiling(16, 16, 4, 2))
+        return triton_candidate
     monkeypatch.setattr(kernels, "ROWS", 1)
+    return triton_candidate.bind(variants.text(TINY))
 
 
 SHAPES = [
@@ -94,11 +97,19 @@ SHAPES = [
 ]
 
 
-@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("features", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_triton_forward_and_every_gradient(shape, features):
-    assert_exact(triton_candidate, arguments(**shape, features=features))
+def test_triton_forward_and_every_gradient(shape, features, tiled):
+    assert_exact(tiled, arguments(**shape, features=features))
+
+
+@pytest.mark.parametrize("features", KINDS)
+def test_every_variant_is_as_exact_as_the_default(features):
+    args = arguments(2, 70, C=2, W=20, K=7, D=70, features=features)
+    axes = triton_candidate.variants(OP.case(args))
+    for axis, tilings in axes.items():
+        for tiling in tilings[1:]:
+            assert_exact(triton_candidate.bind(variants.text({axis: tiling})), args)
 
 
 @pytest.mark.parametrize("features", KINDS)
@@ -449,11 +460,17 @@ def test_buckets_and_heuristic():
 
 def test_opcheck():
     for D, K in ((6, 5), (None, None)):
-        args = arguments(2, 20, D=D, K=K)[:7]
-        torch.library.opcheck(_forward_op, args)
-        plain = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        args = arguments(2, 20, D=D, K=K)
+        torch.library.opcheck(triton_candidate.traced.forward, (*args, True, ""))
+        ids, table, window, omega, features, weight, bias, causal = (
+            a.detach() if isinstance(a, torch.Tensor) else a for a in args
+        )
+        dout = torch.randn(reference(*args).shape)
+        saved, likes = (ids, table, window, omega, weight), (table, window, omega, weight, bias)
         wanted = [True, True, K is not None, D is not None, False]
-        torch.library.opcheck(_backward_op, (_forward_op(*plain), *plain, wanted))
+        torch.library.opcheck(
+            triton_candidate.traced.backward, (dout, *saved, features, causal, *likes, wanted, "")
+        )
 
 
 def test_compiles_whole_with_any_length():

@@ -234,7 +234,7 @@ def heuristic(case: Case, regime: str) -> str:
 
 
 def _triton() -> Implementation:
-    from bakeoff.ops.byte_spectral.autograd import byte_spectral
+    from bakeoff.ops.byte_spectral.triton import byte_spectral
 
     return byte_spectral
 

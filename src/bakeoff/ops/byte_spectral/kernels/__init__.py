@@ -13,27 +13,54 @@ Forward: 1 byte in and D * itemsize out a position, C * (4 W K + 2 K D) FLOPs. B
 and for each program as many float32 sums as gradients out.
 """
 
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-__all__ = ["Tiling", "backward_tiling", "block", "constants", "forward_tiling", "span"]
+from bakeoff.ops.byte_spectral.reference import EPS
+
+__all__ = [
+    "BackwardTiling",
+    "ForwardTiling",
+    "backward_launch",
+    "backward_tiling",
+    "backward_tilings",
+    "block",
+    "constants",
+    "forward_launch",
+    "forward_tiling",
+    "forward_tilings",
+    "sum_launch",
+]
+
+ROWS, COLUMNS, SUM_WARPS = 128, 32, 8
+"""The tile of `_sum_partials`."""
 
 
-class Tiling(NamedTuple):
-    """How a kernel cuts its work: positions and channels of a tile, warps, programs along the positions."""
+class ForwardTiling(NamedTuple):
+    """How the forward is cut into programs."""
 
     positions: int
+    """Of a program."""
     channels: int
+    """Of a program. The spectra of its positions are made once for every so many channels."""
     warps: int
-    programs: int = 2**31 - 1
+    stages: int
+    """Tiles of the weight that are read ahead, where the table has several columns."""
 
 
-def span(positions: int, W: int) -> int:
-    """Bytes that a tile of `positions` sees, as a power of two."""
-    return triton.next_power_of_2(positions + block(W))
+class BackwardTiling(NamedTuple):
+    """How the backward is cut into programs, each of which takes all channels of several tiles."""
+
+    positions: int
+    """Of a tile."""
+    channels: int
+    """Of dout that are held at once."""
+    warps: int
+    programs: int
+    """On each multiprocessor, at most."""
 
 
 def block(size: int) -> int:
@@ -43,40 +70,131 @@ def block(size: int) -> int:
 
 def constants(
     C: int, W: int, K: int, D: int, features: str, dtype: torch.dtype, tensor_cores: bool
-) -> dict[str, int | str]:
-    """The constants that all kernels share, for results of `dtype`."""
+) -> dict[str, Any]:
+    """The constants that both kernels share, for results of `dtype`; D is 1 without a weight."""
     whole = features == "complex"
     BJ = max(32, 2 * triton.next_power_of_2(K))
     split = 0 if not tensor_cores else 2 if dtype == torch.bfloat16 else 3
     return {
         "C": C, "W": W, "K": K, "F": 2 * K if whole else K, "D": D, "BW": block(W), "BJ": BJ,
-        "BF": BJ if whole else BJ // 2, "FEATURES": features, "SPLIT": split,
+        "BF": BJ if whole else BJ // 2, "FEATURES": features, "EPS": EPS, "SPLIT": split,
     }  # fmt: skip
 
 
-def _positions(split: int, major: int) -> int:
-    # Three parts of every product ask for more tensor memory than a multiprocessor of generation 10 has.
-    return 32 if split == 3 and major >= 10 else 64
-
-
-@lru_cache(maxsize=4096)
-def forward_tiling(D: int, split: int, major: int) -> Tiling:
-    """The forward's tiling for D channels on a GPU of generation `major`.
-
-    A program of more channels makes the spectra again less often.
-    """
+def forward_tiling(
+    sizes: Mapping[str, Any], itemsize: int, generation: int, shared_memory: int
+) -> ForwardTiling:
+    """The forward's default for the sizes of `constants`, on a GPU of that generation and shared memory."""
+    D, split = sizes["D"], sizes["SPLIT"]
     channels = min(256 if split == 2 else 128, block(D))
-    return Tiling(_positions(split, major), channels, 8 if D > 128 else 4)
+    stages = 3 if _reads_ahead(sizes) else 1
+    tiling = ForwardTiling(_positions(split, generation), channels, 8 if D > 128 else 4, stages)
+    if not _fits(tiling, sizes, itemsize, shared_memory):
+        tiling = tiling._replace(stages=1)
+    while tiling.channels > 16 and not _fits(tiling, sizes, itemsize, shared_memory):
+        tiling = tiling._replace(channels=tiling.channels // 2)
+    return tiling
 
 
-@lru_cache(maxsize=4096)
-def backward_tiling(D: int, features: str, split: int, sms: int, major: int) -> Tiling:
-    """The backward's tiling for D channels on `sms` multiprocessors of generation `major`."""
+def forward_tilings(
+    sizes: Mapping[str, Any], itemsize: int, generation: int, shared_memory: int
+) -> list[ForwardTiling]:
+    """What the forward may be launched with: the default, then those that differ from it least."""
+    default = forward_tiling(sizes, itemsize, generation, shared_memory)
+    channels, warps = default.channels, 12 - default.warps  # 4 or 8
+    others = [
+        default._replace(warps=warps),
+        default._replace(positions=128),
+        default._replace(positions=32),
+        default._replace(channels=channels // 2),
+        default._replace(channels=channels // 2, warps=warps),
+        default._replace(positions=128, channels=channels // 2),
+        default._replace(positions=32, warps=warps),
+        default._replace(channels=channels * 2),
+        *(default._replace(stages=stages) for stages in (3, 2, 1) if _reads_ahead(sizes)),
+        default._replace(positions=16, warps=4),
+    ]
+    most = block(sizes["D"])
+    kept = [
+        tiling
+        for tiling in others
+        if 16 <= tiling.channels <= most
+        and _fits(tiling, sizes, itemsize, shared_memory)
+        and (generation < 10 or tiling.positions <= default.positions)
+    ]
+    return [*dict.fromkeys([default, *kept])]
+
+
+def backward_tiling(sizes: Mapping[str, Any], generation: int) -> BackwardTiling:
+    """The backward's default for the sizes of `constants`, on a GPU of that generation."""
+    D, split = sizes["D"], sizes["SPLIT"]
     channels = min(64, block(D))
-    if features == "complex" and split == 2 and D > 1:  # twice the rows of the weight
-        return Tiling(128, channels, 8, sms)
-    return Tiling(_positions(split, major), channels, 4, 2 * sms)
+    if sizes["FEATURES"] == "complex" and split == 2 and D > 1:  # twice the rows of the weight
+        return BackwardTiling(128, channels, 8, 1)
+    return BackwardTiling(_positions(split, generation), channels, 4, 2)
 
 
-ROWS, COLUMNS, SUM_WARPS = 128, 32, 8
-"""The tile of `_sum_partials`."""
+def backward_tilings(sizes: Mapping[str, Any], generation: int) -> list[BackwardTiling]:
+    """What the backward may be launched with: the default, then those that differ from it least."""
+    default = backward_tiling(sizes, generation)
+    channels = default.channels
+    others = [
+        default._replace(warps=12 - default.warps),
+        default._replace(programs=3 - default.programs),
+        default._replace(positions=64, warps=4, programs=2),
+        default._replace(positions=64, warps=8, programs=1),
+        default._replace(positions=128, warps=8, programs=1),
+        default._replace(channels=channels // 2),
+        default._replace(channels=channels * 2, warps=8, programs=1),
+        default._replace(programs=4),
+    ]
+    kept = [
+        tiling
+        for tiling in others
+        if 16 <= tiling.channels <= block(sizes["D"])
+        and (generation < 10 or tiling.positions <= default.positions)
+    ]
+    return [*dict.fromkeys([default, *kept])]
+
+
+def _positions(split: int, generation: int) -> int:
+    # Three parts of every product ask for more tensor memory than a multiprocessor of generation 10 has.
+    return 32 if split == 3 and generation >= 10 else 64
+
+
+def _reads_ahead(sizes: Mapping[str, Any]) -> bool:
+    # The loop over the table's columns reads a tile of the weight for each.
+    return sizes["C"] > 1 and sizes["D"] > 1
+
+
+def _fits(tiling: ForwardTiling, sizes: Mapping[str, Any], itemsize: int, shared_memory: int) -> bool:
+    # Half of the shared memory may be taken by tiles of the weight; the rest is for phases and values.
+    weight = sizes["BF"] * tiling.channels * itemsize if sizes["D"] > 1 else 0
+    return tiling.stages * weight <= shared_memory // 2
+
+
+def forward_launch(
+    B: int, T: int, sizes: Mapping[str, Any], tiling: ForwardTiling
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid, and the constants by name; `sizes` are those of `constants`."""
+    grid = B * -(-T // tiling.positions), -(-sizes["D"] // tiling.channels)
+    return grid, {**sizes, **_tile(sizes, tiling), "num_stages": tiling.stages}
+
+
+def backward_launch(
+    B: int, T: int, sizes: Mapping[str, Any], tiling: BackwardTiling, multiprocessors: int
+) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid, and the number of tiles and the constants by name; `sizes` are those of `constants`."""
+    tiles = B * -(-T // tiling.positions)
+    programs = min(tiles, tiling.programs * multiprocessors)
+    return (programs,), {"tiles": tiles, **sizes, **_tile(sizes, tiling), "num_stages": 1}
+
+
+def sum_launch(columns: int) -> tuple[tuple[int], dict[str, int]]:
+    """The grid of `_sum_partials`, and its constants by name."""
+    return (-(-columns // COLUMNS),), {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": SUM_WARPS}
+
+
+def _tile(sizes: Mapping[str, Any], tiling: ForwardTiling | BackwardTiling) -> dict[str, int]:
+    seen = triton.next_power_of_2(tiling.positions + sizes["BW"])  # bytes that the tile's spectra cover
+    return {"BT": tiling.positions, "BD": tiling.channels, "SPAN": seen, "num_warps": tiling.warps}

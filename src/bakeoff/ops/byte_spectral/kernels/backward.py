@@ -120,7 +120,7 @@ def _backward(
     SPAN: tl.constexpr, FEATURES: tl.constexpr, EPS: tl.constexpr, SPLIT: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr, WINDOW: tl.constexpr, OMEGA: tl.constexpr,
 ):  # fmt: skip
-    """Partial gradients of tiles pid, pid + programs, ..., of which the flags ask for.
+    """Partial gradients of tiles pid, pid + programs, and so on: of those that the flags ask for.
 
     Row pid of `partial`: [C * F, D] of the weight, [D] of the bias from column `bias_at` on, and from
     `signal_at` on [256, C] of the table, [W] of the window, [K] of omega.
@@ -171,16 +171,16 @@ def _backward(
         tl.store(signal + k, domega, mask=k < K)
 
 
-@triton.jit(do_not_specialize=["columns", "rows", "a", "b", "c", "d"])
+@triton.jit(do_not_specialize=["columns", "rows", "bias_at", "table_at", "window_at", "omega_at"])
 def _sum_partials(
     partial, dweight, dbias, dtable, dwindow, domega,
     columns: tl.int64, rows: tl.int32,
-    a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64,
+    bias_at: tl.int64, table_at: tl.int64, window_at: tl.int64, omega_at: tl.int64,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums over the rows of `partial`, always in the same order; a block of columns a program.
 
-    a, b, c, d are where the bias's, the table's, the window's and omega's columns begin.
+    The weight's columns come first; `bias_at` and so on say where those of each other gradient begin.
     """
     at = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -188,14 +188,17 @@ def _sum_partials(
         p = first + tl.arange(0, ROWS)[:, None]
         mask = (p < rows) & (at < columns)[None, :]
         total += tl.load(partial + p.to(tl.int64) * columns + at[None, :], mask=mask, other=0.0)
-    found = tl.sum(total, axis=0)
-    if dweight is not None:
-        tl.store(dweight + at, found.to(dweight.dtype.element_ty), mask=at < a)
-    if dbias is not None:
-        tl.store(dbias + at - a, found.to(dbias.dtype.element_ty), mask=(at >= a) & (at < b))
-    if dtable is not None:
-        tl.store(dtable + at - b, found.to(dtable.dtype.element_ty), mask=(at >= b) & (at < c))
-    if dwindow is not None:
-        tl.store(dwindow + at - c, found.to(dwindow.dtype.element_ty), mask=(at >= c) & (at < d))
-    if domega is not None:
-        tl.store(domega + at - d, found.to(domega.dtype.element_ty), mask=(at >= d) & (at < columns))
+    sums = tl.sum(total, axis=0)
+    _put(dweight, sums, at, 0, bias_at)
+    _put(dbias, sums, at, bias_at, table_at)
+    _put(dtable, sums, at, table_at, window_at)
+    _put(dwindow, sums, at, window_at, omega_at)
+    _put(domega, sums, at, omega_at, columns)
+
+
+@triton.jit
+def _put(gradient, sums, at, begin, end):
+    """Stores the sums of the columns from `begin` to `end` of those at `at`."""
+    if gradient is not None:
+        inside = (at >= begin) & (at < end)
+        tl.store(gradient + at - begin, sums.to(gradient.dtype.element_ty), mask=inside)
