@@ -89,10 +89,19 @@ def free(device: str) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else facts(device).memory
 
 
+def multiprocessors(device: int | str) -> int:
+    """Of the GPU of this index or name; 4 for -1 and names where there is no GPU: kernels are interpreted."""
+    if isinstance(device, str):
+        if not device.startswith("cuda") or not torch.cuda.is_available():
+            return 4
+        index = torch.device(device).index
+        device = torch.cuda.current_device() if index is None else index
+    return _multiprocessors(device) if device >= 0 else 4
+
+
 @functools.cache
-def multiprocessors(device: int) -> int:
-    """Of the GPU of this index; 4 for -1, the CPU, where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
