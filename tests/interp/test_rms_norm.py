@@ -19,9 +19,9 @@ from bakeoff.ops.rms_norm.plain import eager
 from bakeoff.ops.rms_norm.reference import rms_norm as reference
 from bakeoff.ops.rms_norm.triton import add_normalize, normalize
 from bakeoff.ops.rms_norm.triton import rms_norm as candidate
+from bakeoff.select import Case, TensorMeta
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
-from bakeoff.select import Case, TensorMeta
 
 FORWARD, BACKWARD = tilings.ForwardTiling, tilings.BackwardTiling
 
