@@ -109,10 +109,15 @@ def generation(device: int) -> int:
     return torch.cuda.get_device_properties(device).major if device >= 0 else 0
 
 
+def multiprocessors(device: int | str) -> int:
+    """Of the GPU of this index or name; 4 for -1 and names where there is no GPU: kernels are interpreted."""
+    number = index(device) if isinstance(device, str) else device
+    return _multiprocessors(number) if number >= 0 else 4
+
+
 @functools.cache
-def multiprocessors(device: int) -> int:
-    """Of the GPU of this index; 4 for -1, the CPU, where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device >= 0 else 4
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from aot import SHARED_LIMIT, TARGETS, Built, build
-from bakeoff.ops.rms_norm import kernels
+from bakeoff.ops.rms_norm import kernels, tilings
+from bakeoff.select import Case, TensorMeta
 
 SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -26,6 +27,12 @@ class Form(NamedTuple):
     def __str__(self) -> str:
         parts = [TYPES[t] if t else "-" for t in (self.dtype, self.weight, self.residual)]
         return f"{self.N}x{self.D} {'/'.join(parts)} align {self.align}"
+
+    @property
+    def read(self) -> dict[str, int]:
+        """Bytes of an element of what the forward reads."""
+        sizes = {"x": self.dtype.itemsize}
+        return sizes if self.residual is None else sizes | {"residual": self.residual.itemsize}
 
     @property
     def s_dtype(self) -> torch.dtype:
@@ -53,6 +60,9 @@ FORMS = [
     Form(4096, 8192, full, full, full),
     Form(16384, 16384),
     Form(16384, 16384, full, full),
+    Form(12288, 5120),
+    Form(5120, 2880),
+    Form(3000, 7168, residual=half),
     Form(64, 32768),
     Form(64, 65537, align=1),
 ]
@@ -71,54 +81,61 @@ def types(**tensors: torch.dtype | None) -> tuple[dict[str, str], dict[str, Any]
     return there, {name: None for name, dtype in tensors.items() if dtype is None}
 
 
-def scalars(*names: str) -> dict[str, str]:
-    return dict.fromkeys(names, "i64") | {"eps": "fp32", "offset": "fp32"}
+def compiled(
+    kernel: Any, tensors: tuple[dict[str, str], dict[str, Any]], numbers: dict[str, Any], target: str
+) -> Built:
+    """A kernel with these tensors and the numbers of its launch."""
+    signature, constants = tensors
+    signature |= dict.fromkeys([name for name in kernel.arg_names if name.endswith("units")], "i64")
+    signature |= {"N": "i64", "eps": "fp32", "offset": "fp32"}
+    signature = {name: kind for name, kind in signature.items() if name in kernel.arg_names}
+    own = {name: value for name, value in numbers.items() if name in kernel.arg_names}
+    constants |= {name: value for name, value in own.items() if name not in signature}
+    return build(kernel, signature, constants, target, num_warps=numbers["num_warps"])
 
 
-def forward_tiling(form: Form, target: str) -> kernels.Tiling:
-    read = form.dtype.itemsize + (0 if form.residual is None else form.residual.itemsize)
-    return kernels.forward_tiling(form.N, form.D, read, SMS[target])
+def strides(form: Form, *names: str) -> dict[str, int]:
+    return dict.fromkeys(names, form.D)
 
 
-def forward(form: Form, target: str) -> Built:
-    tiling = forward_tiling(form, target)
+def forward_tiling(form: Form, target: str) -> tilings.ForwardTiling:
+    size, read = form.dtype.itemsize, sum(form.read.values())
+    lanes = TARGETS[target].warp_size
+    return tilings.forward_tiling(form.N, form.D, read, size, SMS[target], lanes)
+
+
+def forward(form: Form, target: str, tiling: tilings.ForwardTiling | None = None) -> Built:
+    tiling = tiling or forward_tiling(form, target)
+    passes, _, numbers = tilings.forward_launch(
+        form.N, form.D, form.read, strides(form, "x", "residual"), SMS[target], tiling
+    )
+    numbers["ALIGN"] = form.align
     s_dtype = None if form.residual is None else form.s_dtype
-    signature, constants = types(
-        x=form.dtype, residual=form.residual, weight=form.weight, y=form.dtype, s=s_dtype
-    )
-    signature |= scalars("x_units", "residual_units")
-    constants |= {"D": form.D, "BLOCK": tiling.block, "ALIGN": form.align}
-    if tiling.block < form.D:
-        return build(kernels._forward_long, signature, constants, target, num_warps=tiling.warps)
-    constants |= {"ROWS": tiling.rows, "EVEN": form.N % tiling.rows == 0}
-    signature["N"] = "i64"
-    return build(kernels._forward, signature, constants, target, num_warps=tiling.warps)
+    tensors = types(x=form.dtype, residual=form.residual, weight=form.weight, y=form.dtype, s=s_dtype)
+    return compiled(kernels._forward if passes == 1 else kernels._forward_long, tensors, numbers, target)
 
 
-def backward(form: Form, target: str) -> list[Built]:
-    tiling = kernels.backward_tiling(
-        form.N, form.D, form.s_dtype.itemsize, form.weight is not None, SMS[target]
-    )
+def backward(form: Form, target: str, tiling: tilings.BackwardTiling | None = None) -> list[Built]:
     s_dtype = form.s_dtype
+    sizes = {"dy": form.dtype.itemsize, "s": s_dtype.itemsize}
+    if form.residual:
+        sizes["ds"] = s_dtype.itemsize
+    passes, _, numbers = tilings.backward_launch(
+        form.N, form.D, sizes, strides(form, "dy", "ds", "s"), form.weight is not None, SMS[target], tiling
+    )
+    numbers["ALIGN"] = form.align
     apart = form.residual if form.residual != form.dtype else None
-    signature, constants = types(
+    tensors = types(
         dy=form.dtype, ds=form.residual and s_dtype, s=s_dtype, weight=form.weight,
         dx=form.dtype, dresidual=apart, partial=full if form.weight else None,
     )  # fmt: skip
-    signature |= scalars("N", "dy_units", "ds_units", "s_units")
-    constants |= {"D": form.D, "BLOCK": tiling.block, "ALIGN": form.align}
-    if tiling.block >= form.D:
-        constants |= {"ROWS": tiling.rows, "STAGES": tiling.stages, "HOLD": tiling.hold, **tiling.hints}
-        return [build(kernels._backward, signature, constants, target, num_warps=tiling.warps)]
-    without_eps = {name: kind for name, kind in signature.items() if name != "eps"}
-    sums, none = types(dy=form.dtype, s=s_dtype, weight=form.weight, sums=full)
-    sums |= scalars("dy_units", "s_units")
-    none |= {"D": form.D, "BLOCK": tiling.block, "ALIGN": form.align}
+    if passes == 1:
+        return [compiled(kernels._backward, tensors, numbers, target)]
+    sums = types(dy=form.dtype, s=s_dtype, weight=form.weight, sums=full)
+    there, none = tensors
     return [
-        build(kernels._row_sums, sums, none, target, num_warps=tiling.warps),
-        build(
-            kernels._backward_long, without_eps | {"sums": "*fp32"}, constants, target, num_warps=tiling.warps
-        ),
+        compiled(kernels._row_sums, sums, numbers, target),
+        compiled(kernels._backward_long, (there | {"sums": "*fp32"}, none), numbers, target),
     ]
 
 
@@ -163,7 +180,7 @@ def test_backward(form: Form, target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("D", [384, 1000, 16384])
 def test_sum_of_partials(D: int, target: str) -> None:
-    block_p, block_d, warps = kernels.sum_tiling(D)
+    block_p, block_d, warps = tilings.sum_tiling(D)
     signature = {"partial": "*fp32", "dw": "*bf16", "P": "i32"}
     constants = {"D": D, "BLOCK_P": block_p, "BLOCK_D": block_d}
     built = build(kernels._sum_partials, signature, constants, target, num_warps=warps)
@@ -176,3 +193,52 @@ def test_unaligned_rows_are_not_read_in_16_bytes() -> None:
     aligned, anywhere = (forward(Form(8192, 4096, weight=None, align=n), "sm_90") for n in (16, 1))
     assert wide(aligned, "load")
     assert not wide(anywhere, "load")
+
+
+VARIED = [
+    Form(24576, 384),
+    Form(8192, 4096),
+    Form(12288, 5120),
+    Form(3000, 7168, residual=half),
+    Form(8192, 1024, full, full),
+]
+
+
+def varied(axis: str) -> list[Any]:
+    """Every third variant of a few forms but the default, on a GPU of 132 multiprocessors."""
+    listed = []
+    for form in VARIED:
+        x = TensorMeta.dense((form.N, form.D), form.dtype, grad=True)
+        args = {
+            "x": x,
+            "weight": TensorMeta.dense((form.D,), form.dtype, grad=True),
+            "residual": None if form.residual is None else TensorMeta.dense(x.shape, form.residual),
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tilings, "multiprocessors", lambda _: SMS["sm_90"])
+            every = getattr(tilings, f"{axis}_tilings")(Case(args, "cuda"))
+        listed += [pytest.param(form, t, id=f"{form} {tuple(t)}") for t in every[1::3] if t.passes == 1]
+    return listed
+
+
+@pytest.mark.parametrize(("form", "tiling"), varied("forward"))
+def test_variants_of_the_forward(form: Form, tiling: tilings.ForwardTiling) -> None:
+    built = forward(form, "sm_90", tiling)
+    check(built, form)
+    if tiling.rows == 1:  # several rows share the weight, which each thread then takes from others
+        assert "convert_layout" not in built.ttgir
+    assert ("cp.async" in built.assembly) == (tiling.stages > 1)
+
+
+@pytest.mark.parametrize(("form", "tiling"), varied("backward"))
+def test_variants_of_the_backward(form: Form, tiling: tilings.BackwardTiling) -> None:
+    (built,) = backward(form, "sm_90", tiling)
+    check(built, form)
+
+
+def test_pieces_are_all_asked_for_before_any_is_used() -> None:
+    """Five loads of 16 bytes a thread are under way at once, and none is masked off in full."""
+    built = forward(Form(12288, 5120, weight=None), "sm_90")
+    assert built.loads == built.stores == {128: 5}
+    first_use = built.assembly.index("fma.rn.f32")
+    assert len(re.findall(r"ld\.global", built.assembly[:first_use])) == 5

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+from bakeoff.kernels.variants import text
 from bakeoff.ops.rms_norm import OP, rms_norm
-from bakeoff.ops.rms_norm.autograd import _backward_op, _forward_op
-from bakeoff.ops.rms_norm.autograd import rms_norm as candidate
+from bakeoff.ops.rms_norm.triton import add_normalize, normalize
+from bakeoff.ops.rms_norm.triton import rms_norm as candidate
 from bakeoff.select import Case, TensorMeta
 from bakeoff.select.contests.verify import verify, yardsticks
 
@@ -70,6 +71,33 @@ def test_forms(form: dict[str, Any], features: int) -> None:
 @pytest.mark.parametrize("case", [c for c in OP.cases() if c.x.numel <= 1 << 25], ids=lambda c: c.name)
 def test_grid(case: Case) -> None:
     passes(case)
+
+
+VARIED = [make(300, 384, torch.bfloat16), make(130, 5120, torch.bfloat16, residual=torch.bfloat16)]
+
+
+@pytest.mark.parametrize("case", VARIED, ids=["384", "5120 residual"])
+def test_every_variant(case: Case) -> None:
+    """All launch configurations, each on the first call and replayed."""
+    drawn = [torch.randn(meta.shape, device="cuda", dtype=meta.dtype) for meta in case.tensors.values()]
+    leaves = [t.requires_grad_() for t in drawn]
+    x, weight, *residual = leaves
+    dys = [torch.randn_like(x) for _ in range(1 + len(residual))]
+
+    def run(fn: Any) -> list[torch.Tensor]:
+        out = fn(x, weight, 1e-6, residual[0] if residual else None, 0.0)
+        outs = list(out) if residual else [out]
+        return [*outs, *torch.autograd.grad(outs, leaves, dys)]
+
+    want = run(candidate)
+    for axis, listed in candidate.variants(case).items():
+        for tiling in listed:
+            bound = candidate.bind(text({axis: tiling}))
+            first, *others = [run(bound) for _ in range(4)]
+            for a, b in zip(first, want, strict=True):
+                assert ((a.double() - b.double()).norm() / b.double().norm()).item() < 6e-3, tiling
+            for again in others:
+                assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), tiling
 
 
 def tensors(rows: int, features: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
@@ -152,19 +180,22 @@ def test_public_call_compiles_in_one_graph() -> None:
 
 def test_opcheck() -> None:
     x, weight, dy, residual = tensors(20, 384)
-    for third in (None, residual):
-        torch.library.opcheck(_forward_op, (x, weight, 1e-6, third, 0.0))
-        torch.library.opcheck(_forward_op, (x, None, 1e-6, third, 0.0))
-    plain = [t.detach() for t in (x, weight, residual)]
-    half, wide = torch.bfloat16, torch.float32
-    for ds, other, wants in (
-        (None, half, (True, True)),
-        (dy, half, (True, False)),
-        (dy, wide, (False, True)),
+    wide = residual.detach().float().requires_grad_()
+    for scale in (weight, None):
+        torch.library.opcheck(normalize.traced.forward, (x, scale, 1e-6, 0.0, True, ""))
+        for other in (residual, wide):
+            torch.library.opcheck(add_normalize.traced.forward, (x, scale, 1e-6, other, 0.0, True, ""))
+    x, weight, residual, wide = (t.detach() for t in (x, weight, residual, wide))
+    given = (dy, x, weight, 1e-6, 0.0, x, weight, [True, True], "")
+    torch.library.opcheck(normalize.traced.backward, given)
+    for other, arrives, wants in (
+        (residual, (dy, None), [True, True, False]),
+        (residual, (dy, dy), [True, False, True]),
+        (wide, (dy, dy.float()), [True, True, True]),
+        (wide, (None, dy.float()), [False, False, True]),
     ):
-        s = plain[2].to(torch.promote_types(half, other))
-        ds_wide = None if ds is None else ds.to(s.dtype)
-        torch.library.opcheck(_backward_op, (dy, ds_wide, s, plain[1], 1e-6, 0.0, half, other, *wants))
+        given = (*arrives, weight, x + other, 1e-6, 0.0, x, weight, other, wants, "")
+        torch.library.opcheck(add_normalize.traced.backward, given)
 
 
 def test_autocast_changes_nothing() -> None:

@@ -1,7 +1,8 @@
 """rms_norm's Triton candidate under the interpreter against the float64 reference; laws of the op."""
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,29 +11,71 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bakeoff.errors import Unsupported
-from bakeoff.ops.rms_norm import kernels
+from bakeoff.kernels import variants
 from bakeoff.ops.rms_norm import rms_norm as public
-from bakeoff.ops.rms_norm.autograd import _backward_op, _forward_op, rms_norm
+from bakeoff.ops.rms_norm import tilings
 from bakeoff.ops.rms_norm.op import OP
 from bakeoff.ops.rms_norm.plain import eager
 from bakeoff.ops.rms_norm.reference import rms_norm as reference
+from bakeoff.ops.rms_norm.triton import add_normalize, normalize
+from bakeoff.ops.rms_norm.triton import rms_norm as candidate
 from bakeoff.select import Case, TensorMeta
+from bakeoff.select.contests.poison import Poison
+from bakeoff.select.contests.verify import verify, yardsticks
 
-Tiling = kernels.Tiling
-GUARD = 64
+FORWARD, BACKWARD = tilings.ForwardTiling, tilings.BackwardTiling
+
+
+launched = candidate
+"""The candidate with the tiling that a test asks for."""
+
+
+def rms_norm(*args: Any) -> Any:
+    """The op as the test launches it."""
+    return launched(*args)
+
+
+def bound(forward: tilings.ForwardTiling, backward: tilings.BackwardTiling) -> Any:
+    return candidate.bind(variants.text({"forward": forward, "backward": backward}))
+
+
+class Cut(NamedTuple):
+    """Small tiles, so that there is more than one on each axis."""
+
+    block: int
+    rows: int = 1
+    programs: int = 1
+    stages: int = 1
+    hold: int = 1
+    passes: int = 1
+
+    def bind(self) -> Any:
+        block, rows, programs, stages, hold, passes = self
+        return bound(
+            FORWARD(block, rows, 4, programs, stages, passes),
+            BACKWARD(block, rows, 4, max(1, programs), stages, hold, 0, passes),
+        )
 
 
 @pytest.fixture
 def tiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Cut every call with one small tiling, so that there is more than one tile on each axis."""
+    """Cut every call by one tiling."""
 
-    def cut(block: int, rows: int = 1, programs: int = 2, *, stages: int = 1, hold: bool = True) -> None:
-        tiling = Tiling(block, rows, stages, 4, programs, hold)
-        monkeypatch.setattr(kernels, "forward_tiling", lambda *_: tiling)
-        monkeypatch.setattr(kernels, "backward_tiling", lambda *_: tiling)
-        monkeypatch.setattr(kernels, "sum_tiling", lambda _: (2, 8, 4))
+    def cut(*numbers: int, **named: int) -> None:
+        monkeypatch.setattr(f"{__name__}.launched", Cut(*numbers, **named).bind())
+        monkeypatch.setattr(sys.modules[normalize.__module__], "sum_tiling", lambda _: (2, 8, 4))
 
     return cut
+
+
+WAYS = {
+    "whole rows": Cut(128, 2),
+    "pieces": Cut(16, 2),
+    "pieces, a tile a program": Cut(16, 1, programs=0),
+    "long rows": Cut(32, passes=2),
+}
+"""For rows of at most 128."""
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -123,9 +166,9 @@ def test_matches_the_reference(form: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("block", [128, 32], ids=["whole rows", "long rows"])
-def test_more_than_one_tile_on_each_axis(form: str, block: int, tiled: Callable[..., None]) -> None:
-    tiled(block, rows=2 if block == 128 else 1)
+@ways
+def test_more_than_one_tile_on_each_axis(form: str, way: Cut, tiled: Callable[..., None]) -> None:
+    tiled(*way)
     compare(*arguments((11, 100), **FORMS[form]))
 
 
@@ -135,26 +178,42 @@ def test_tilings_agree(stages: int, hold: bool, tiled: Callable[..., None]) -> N
     args, dys = arguments((7, 48), offset=1.0)
     tiled(64, 4, 1, stages=stages, hold=hold)
     one = compare(args, dys)
-    tiled(64, 1, 3, stages=stages, hold=hold)
-    for a, b in zip(one, compare(args, dys), strict=True):
-        assert a is not None
-        assert b is not None
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+    for other in (Cut(64, 1, 3), Cut(8, 2)):
+        tiled(*other._replace(stages=stages, hold=hold))
+        for a, b in zip(one, compare(args, dys), strict=True):
+            assert a is not None
+            assert b is not None
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("size", [65537])
 def test_rows_beyond_the_registers(size: int) -> None:
-    assert kernels.forward_tiling(2, size, 4, 4).block < size
-    assert kernels.backward_tiling(2, size, 4, True, 4).block < size
+    assert tilings.forward_tiling(2, size, 4, 4, 4).passes == 2
+    assert tilings.backward_tiling(2, size, 4, True, 4).passes == 2
     compare(*arguments((2, size)))
 
 
+def test_rows_that_a_variant_is_too_short_for_take_two_passes(tiled: Callable[..., None]) -> None:
+    """A tiling serves every row: what doesn't fit in registers is read twice."""
+    tiled(2048)
+    compare(*arguments((2, 16385)))
+
+
 @pytest.mark.parametrize("which", ["x", "weight", "residual"])
-@pytest.mark.parametrize("block", [64, 16])
-def test_one_gradient_alone(which: str, block: int, tiled: Callable[..., None]) -> None:
-    tiled(block)
+@ways
+def test_one_gradient_alone(which: str, way: Cut, tiled: Callable[..., None]) -> None:
+    tiled(*way)
     args, dys = arguments((5, 40), residual=torch.float32, grad=False)
     args[{"x": 0, "weight": 1, "residual": 3}[which]].requires_grad_()
+    compare(args, dys)
+
+
+@pytest.mark.parametrize("which", [(0,), (3,), (0, 3), (1, 3)], ids=str)
+@pytest.mark.parametrize("residual", [torch.float16, torch.float32], ids=str)
+def test_gradients_of_inputs_of_two_dtypes(residual: torch.dtype, which: tuple[int, ...]) -> None:
+    args, dys = arguments((5, 40), torch.float16, residual=residual, grad=False)
+    for place in which:
+        args[place].requires_grad_()
     compare(args, dys)
 
 
@@ -174,9 +233,9 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("block", [64, 16], ids=["whole rows", "long rows"])
-def test_layouts(layout: str, block: int, tiled: Callable[..., None]) -> None:
-    tiled(block, rows=2 if block == 64 else 1)
+@ways
+def test_layouts(layout: str, way: Cut, tiled: Callable[..., None]) -> None:
+    tiled(*way)
     turn = LAYOUTS[layout]
     args, dys = arguments((3, 4, 36), residual=torch.float32)
     if not layout.startswith("expanded"):
@@ -209,38 +268,19 @@ def test_zero_valued_rows_stay_finite() -> None:
     compare(args, dys)
 
 
-@pytest.mark.parametrize("block", [64, 16], ids=["whole rows", "long rows"])
-def test_writes_every_element_and_nothing_else(
-    block: int, tiled: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every buffer the launches allocate starts as NaN between two guard bands."""
-    tiled(block, rows=2 if block == 64 else 1)
-    buffers: list[tuple[torch.Tensor, int]] = []
-
-    def guarded(shape: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        count = int(torch.tensor(shape).prod())
-        whole = torch.full((count + 2 * GUARD,), float("nan"), dtype=dtype, device=device)
-        whole[:GUARD] = whole[GUARD + count :] = 7
-        buffers.append((whole, count))
-        return whole[GUARD : GUARD + count].view(shape)
-
-    def like(t: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
-        return guarded(t.shape, dtype=dtype or t.dtype, device=t.device)
-
+@ways
+def test_writes_every_element_and_nothing_else(way: Cut, tiled: Callable[..., None]) -> None:
+    """Every tensor that a call allocates starts as NaN between two guard bands."""
+    tiled(*way)
     args, dys = arguments((5, 40), torch.float16, residual=torch.float32)
     expected = results(rms_norm, args, dys)
-    monkeypatch.setattr(torch, "empty", guarded)
-    monkeypatch.setattr(torch, "empty_like", like)
-    got = results(rms_norm, args, dys)
-    monkeypatch.undo()
-    assert len(buffers) == (6 if block == 64 else 7)  # y, s, dx, dresidual, dw, partials (and row sums)
-    for whole, count in buffers:
-        assert bool((whole[:GUARD] == 7).all())
-        assert bool((whole[GUARD + count :] == 7).all())
-        assert bool(torch.isfinite(whole).all())
+    with Poison() as poison:
+        got = results(rms_norm, args, dys)
+    assert not poison.broken()
+    # y, s, dx, dresidual, dw, partial gradients of the weight, and for long rows their sums
+    assert len(poison.buffers) == (6 if way.passes == 1 else 7)
     for a, b in zip(got, expected, strict=True):
-        assert torch.equal(a, b)
+        assert torch.equal(a, b)  # type: ignore[arg-type]
 
 
 @settings(max_examples=25)
@@ -250,16 +290,19 @@ def test_writes_every_element_and_nothing_else(
     pad=st.integers(0, 3),
     residual=st.booleans(),
     offset=st.sampled_from([0.0, 1.0, -0.5]),
-    tile=st.tuples(st.sampled_from([16, 32, 128]), st.sampled_from([1, 2, 4]), st.integers(1, 3)),
+    tile=st.builds(
+        Cut,
+        block=st.sampled_from([16, 32, 128]),
+        rows=st.sampled_from([1, 2, 4]),
+        programs=st.integers(0, 2),
+        passes=st.integers(1, 2),
+    ),
 )
 def test_any_shape_and_stride(
-    rows: int, features: int, pad: int, residual: bool, offset: float, tile: tuple[int, int, int]
+    rows: int, features: int, pad: int, residual: bool, offset: float, tile: Cut
 ) -> None:
-    block, height, programs = tile
-    tiling = Tiling(block, height, 1, 4, programs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "forward_tiling", lambda *_: tiling)
-        patch.setattr(kernels, "backward_tiling", lambda *_: tiling)
+        patch.setattr(f"{__name__}.launched", tile.bind())
         args, dys = arguments((rows, features), residual=torch.float32 if residual else None, offset=offset)
         args[0] = torch.cat([args[0].detach(), draw((rows, pad))], 1)[:, :features].requires_grad_()
         if rows:
@@ -333,18 +376,44 @@ def test_double_backward_raises(residual: torch.dtype | None) -> None:
         dx.square().sum().backward()
 
 
-@pytest.mark.parametrize("residual", [None, torch.float32])
-def test_registered_ops(residual: torch.dtype | None) -> None:
+def test_registered_ops() -> None:
     """What torch.compile sees: schema, fake shapes and autograd agree with the kernels."""
-    args, dys = arguments((5, 24), residual=residual)
-    torch.library.opcheck(_forward_op, args)
-    torch.library.opcheck(_forward_op, [args[0], None, *args[2:]])
-    s = draw((5, 24))
-    same = (torch.float32, torch.float32)
-    torch.library.opcheck(_backward_op, (dys[0], None, s, draw((24,)), 1e-6, 0.0, *same, True, True))
-    torch.library.opcheck(
-        _backward_op, (dys[0], s, s, None, 1e-6, 0.0, torch.float32, torch.float16, True, False)
-    )
+    args, (dy,) = arguments((5, 24))
+    x, weight, eps, _, offset = args
+    torch.library.opcheck(normalize.traced.forward, (x, weight, eps, offset, True, ""))
+    torch.library.opcheck(normalize.traced.forward, (x, None, eps, offset, False, ""))
+    x, weight = x.detach(), weight.detach()
+    for wants in ([True, True], [True, False], [False, True]):
+        given = (dy, x, weight, eps, offset, x, weight, wants, "")
+        torch.library.opcheck(normalize.traced.backward, given)
+
+
+@pytest.mark.parametrize("residual", [torch.float32, torch.float16])
+def test_registered_ops_with_a_residual(residual: torch.dtype) -> None:
+    args, (dy, ds) = arguments((5, 24), residual=residual)
+    x, weight, eps, other, offset = args
+    torch.library.opcheck(add_normalize.traced.forward, (*args, True, ""))
+    torch.library.opcheck(add_normalize.traced.forward, (x, None, eps, other, offset, False, ""))
+    x, weight, other = x.detach(), weight.detach(), other.detach()
+    s = x + other
+    for arrives, wants in (
+        ((dy, ds), [True, True, True]),
+        ((dy, None), [True, False, False]),
+        ((None, ds), [True, False, True]),
+        ((dy, ds), [False, False, True]),
+    ):
+        given = (*arrives, weight, s, eps, offset, x, weight, other, wants, "")
+        torch.library.opcheck(add_normalize.traced.backward, given)
+
+
+@pytest.mark.parametrize("residual", [None, torch.float32, torch.float16])
+def test_torch_compile_whole_with_any_length(residual: torch.dtype | None) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(rms_norm, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (3, 5, 8):
+        args, dys = arguments((rows, 2, 24), residual=residual)
+        for mine, plain in zip(results(compiled, args, dys), results(rms_norm, args, dys), strict=True):
+            assert torch.equal(mine, plain)  # type: ignore[arg-type]
 
 
 def test_repeats_bit_for_bit() -> None:
@@ -355,18 +424,70 @@ def test_repeats_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("case", OP.cases(), ids=lambda case: case.name)
 def test_tilings_of_the_grid(case: Any) -> None:
-    """The real tilings cover every row and column of the benchmark grid, within a launch's limits."""
+    """Every tiling of the benchmark grid covers all rows and columns, within a launch's limits, and there are
+    not so many that trying them takes long."""
     N, D = case.x.shape
-    size = case.x.dtype.itemsize
-    for tiling in (
-        kernels.forward_tiling(N, D, size, 132),
-        kernels.backward_tiling(N, D, size, True, 132),
-        kernels.backward_tiling(N, D, size, False, 132),
-    ):
-        assert tiling.block & (tiling.block - 1) == 0
-        assert tiling.block >= D or tiling.rows == 1
-        assert tiling.warps in (1, 2, 4, 8, 16, 32)
-        assert tiling.programs >= 1
+    for axis, listed in candidate.variants(case).items():
+        assert 4 <= len(listed) <= 24
+        assert len(set(listed)) == len(listed)
+        for tiling in listed:
+            sizes = {"x": 2} if axis == "forward" else {"dy": 2, "s": 2}
+            strides = dict.fromkeys(("x", "residual") if axis == "forward" else ("dy", "ds", "s"), D)
+            if axis == "forward":
+                passes, grid, numbers = tilings.forward_launch(N, D, sizes, strides, 132, tiling)
+            else:
+                passes, grid, numbers = tilings.backward_launch(N, D, sizes, strides, True, 132, tiling)
+            assert passes == tiling.passes or D > 16384
+            assert tiling.block & (tiling.block - 1) == tiling.rows & (tiling.rows - 1) == 0
+            assert tiling.warps in (1, 2, 4, 8, 16, 32)
+            assert 1 <= grid[0] <= N
+            assert axis == "forward" or grid[0] <= 64 * 132  # partial gradients of the weight
+            if passes == 1:
+                assert tiling.rows * -(-D // tiling.block) * tiling.block <= 64 * 32 * tiling.warps
+                assert numbers["ROWS"] == tiling.rows
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiling"),
+    [
+        ((12288, 5120), FORWARD(1024, 1, 4)),  # 5 pieces, none cut short
+        ((5120, 2880), FORWARD(1024, 1, 4)),
+        ((3000, 7168), FORWARD(2048, 1, 8)),
+        ((8192, 4096), FORWARD(4096, 1, 8)),
+        ((4, 5120), FORWARD(8192, 1, 16)),
+    ],
+)
+def test_rows_of_any_length_leave_few_threads_idle(
+    shape: tuple[int, int], tiling: tilings.ForwardTiling
+) -> None:
+    assert tilings.forward_tiling(*shape, 2, 2, 132) == tiling
+
+
+def variants_of(shape: tuple[int, int], **form: Any) -> list[str]:
+    """The texts of the variants of either direction, the other at its default."""
+    args, _ = arguments(shape, **form)
+    listed = candidate.variants(OP.case(args))
+    return [variants.text({axis: tiling}) for axis in listed for tiling in listed[axis]]
+
+
+@pytest.mark.parametrize("text", variants_of((1, 384)))
+def test_variants_of_a_short_row(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.launched", candidate.bind(text))
+    compare(*arguments((19, 384), torch.float16, residual=torch.float32, offset=1.0))
+
+
+@pytest.mark.parametrize("text", variants_of((1, 1536)))
+def test_variants_of_a_row_that_is_no_power_of_two(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.launched", candidate.bind(text))
+    compare(*arguments((3, 1536), torch.float16, residual=torch.float16))
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+@pytest.mark.parametrize("residual", [None, torch.float32])
+def test_passes_the_contest_verification(residual: torch.dtype | None) -> None:
+    args, _ = arguments((35, 77), torch.float16, residual=residual)
+    _, deterministic = verify(OP, OP.candidate("triton"), yardsticks(OP, OP.case(args)))
+    assert deterministic
 
 
 FLOAT8 = torch.float8_e4m3fn
@@ -449,19 +570,19 @@ def test_peers_say_why_not(peer: str, form: dict[str, Any], reason: str) -> None
     assert reason in (OP.candidate(peer).supports(Case(case.args, "cuda")) or "")
 
 
-@pytest.mark.parametrize("block", [64, 16], ids=["whole rows", "long rows"])
-def test_a_strided_weight(block: int, tiled: Callable[..., None]) -> None:
+@ways
+def test_a_strided_weight(way: Cut, tiled: Callable[..., None]) -> None:
     """A column of a matrix of weights, say."""
-    tiled(block)
+    tiled(*way)
     args, dys = arguments((5, 36))
     args[1] = torch.randn(36, 3)[:, 1].requires_grad_()
     compare(args, dys)
 
 
-@pytest.mark.parametrize("block", [64, 16], ids=["whole rows", "long rows"])
-def test_y_is_the_norm_of_s_as_it_is_returned(block: int, tiled: Callable[..., None]) -> None:
+@ways
+def test_y_is_the_norm_of_s_as_it_is_returned(way: Cut, tiled: Callable[..., None]) -> None:
     """Of the rounded sum, which the backward differentiates at, not of the exact one."""
-    tiled(block)
+    tiled(*way)
     x, residual = draw((6, 40), torch.float16), draw((6, 40), torch.float16)
     y, s = rms_norm(x, None, 1e-6, residual, 0.0)
     assert torch.equal(s, x + residual)

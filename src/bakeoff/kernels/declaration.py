@@ -14,7 +14,7 @@ from bakeoff.kernels.layout import empty_like
 from bakeoff.kernels.plan import Planner
 from bakeoff.kernels.variants import Tilings
 
-__all__ = ["Declaration", "constants", "derived", "parameters", "twice"]
+__all__ = ["Declaration", "constants", "derived", "parameters", "reached", "twice"]
 
 _SCHEMA = {float: "float", int: "SymInt", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 """Types of arguments as torch.library writes them."""
@@ -83,6 +83,17 @@ def constants(declared: Declaration, made: Sequence[Tensor], needed: Mapping[str
     """The results that depend on no argument that needs a gradient."""
     results = dict(zip(declared.names, made, strict=False))
     return [results[name] for name, on in declared.depends.items() if not any(needed[a] for a in on)]
+
+
+def reached(declared: Declaration, arriving: Sequence[Any], wanted: Sequence[bool]) -> list[bool]:
+    """Which of the gradients that are wanted depend on what arrives."""
+    if all(dy is not None for dy in arriving):
+        return list(wanted)
+    used = [name for name, dy in zip(declared.names, arriving, strict=True) if dy is not None]
+    if any(name not in declared.depends for name in used):
+        return list(wanted)
+    on = {argument for name in used for argument in declared.depends[name]}
+    return [want and name in on for name, want in zip(declared.differentiable, wanted, strict=True)]
 
 
 def derived(

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from bakeoff.kernels import variants
-from bakeoff.kernels.declaration import Declaration, constants, derived, twice
+from bakeoff.kernels.declaration import Declaration, constants, derived, reached, twice
 from bakeoff.kernels.plan import Planned, Planner
 from bakeoff.kernels.traced import Traced
 from bakeoff.kernels.variants import Tiling, Tilings
@@ -71,8 +71,8 @@ def kernel_op(
         gradients: how an argument's gradient is allocated from the argument; by default it is contiguous.
         shares: {argument: other}: where both have one dtype, the gradient of `argument` is that of `other`.
         depends: the arguments that a result depends on, by default all; with none that wants a gradient it is
-        a
-            constant.
+            a constant. Without `materialize`, an argument has no gradient where nothing arrives for any
+            result that depends on it.
         materialize: whether zeros arrive for a result that has no gradient, or None.
         tilings: for "forward" and "backward", what they may be launched with. The planner gets one as
         `tiling`,
@@ -214,7 +214,8 @@ def _planned(
         return fill, _no_backward
     arriving = {f"d{name}": "Tensor" if declared.materialize else "Tensor?" for name in declared.names}
     saved = {name: values.get(name, "Tensor") for name in declared.saved}
-    filled = {f"d{name}": "new?" for name in declared.differentiable}
+    # Gradients of arguments that aren't saved are all that a backward sees of them.
+    filled = {f"d{name}": "new?" if name in declared.saved else "Tensor?" for name in declared.differentiable}
     scalars = dict.fromkeys(declared.scalars, "")
     return fill, planned("backward", declared.backward, {**arriving, **saved, **scalars, **filled})
 
@@ -292,6 +293,8 @@ def _gradients(ctx: Any, arriving: Sequence[Any]) -> Any:
     for i, outline in ctx.unsaved:
         likes[i] = outline
     flags = [needed[place + 1] for place in op._places]
+    if op.declared.depends:
+        flags = reached(op.declared, arriving, flags)
     for place, want, grad in zip(
         op._places, flags, op.differentiate(arriving, saved, ctx.scalars, likes, flags), strict=True
     ):

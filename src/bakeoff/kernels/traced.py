@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bakeoff.kernels.declaration import Declaration, constants, derived, twice
+from bakeoff.kernels.declaration import Declaration, constants, derived, reached, twice
 
 __all__ = ["Traced"]
 
@@ -112,11 +112,17 @@ class Traced:
                 known.get(n, outline) for n, outline in zip(declared.differentiable, outlines, strict=True)
             ]
             flags = [needed[name] for name in declared.differentiable]
+            if declared.depends:
+                flags = reached(declared, arriving, flags)
             made = self.backward(*arriving, *saved, *ctx.scalars, *likes, flags, ctx.variant)
             made = list(made) if isinstance(made, tuple | list) else [made]
             for i, other in self._op.shared(likes, flags).items():
                 made[i] = made[other]
-            grads = dict(zip(declared.differentiable, made, strict=True))
+            grads = {
+                name: grad
+                for name, grad, flag in zip(declared.differentiable, made, flags, strict=True)
+                if flag
+            }
         return (*[grads.get(name) if need else None for name, need in needed.items()], None, None)
 
     def _backward(self, *args: Any) -> Any:

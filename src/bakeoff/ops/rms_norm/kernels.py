@@ -1,19 +1,20 @@
-"""rms_norm in Triton: the kernels and their tilings.
+"""rms_norm in Triton: the kernels. `tilings` says how they are launched.
 
 Rows that fit in registers cross device memory once: 4 bytes an element forward and 6 backward in bf16. Longer
 rows take a second pass (forward, mostly from L2) or a second kernel (backward, 10 bytes an element).
+
+A row in registers is a tuple of pieces of BLOCK columns, all of which are asked for before the first is used.
+BLOCK is a power of two, and the last piece may be cut short: rows of 5,120 are 5 pieces of 1,024 columns,
+where one block of 8,192 would leave 3 of 8 threads without work.
 
 Row strides come in units of ALIGN elements: the product tells the compiler what 16-byte accesses need
 (`tl.multiple_of` on a kernel argument is dropped without a word).
 """
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-__all__ = ["Tiling", "backward_tiling", "forward_tiling", "sum_tiling"]
+__all__: list[str] = []
 
 
 @triton.jit(do_not_specialize=["N", "x_units", "residual_units", "eps", "offset"])
@@ -21,30 +22,86 @@ def _forward(
     x, residual, weight, y, s,
     N: tl.int64, x_units: tl.int64, residual_units: tl.int64, eps: tl.float32, offset: tl.float32,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ROWS whole rows a program; EVEN: N is a multiple of ROWS.
+    """Tiles of ROWS whole rows; EVEN: N is a multiple of ROWS.
 
-    Reads x (and the residual), writes y (and s); about 4 FLOPs an element. Masks are constant, hence free,
-    where nothing is cut.
+    With STAGES = 0 a program has one tile. Otherwise it keeps the weight in registers and walks over the
+    tiles, of which so many are under way at a time. Reads x (and the residual), writes y (and s); about
+    4 FLOPs an element.
     """
-    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    cols = tl.arange(0, BLOCK)[None, :]
-    inside = tl.full([1, BLOCK], True, tl.int1) if BLOCK == D else cols < D
-    mask = inside & (tl.full([ROWS, 1], True, tl.int1) if EVEN else rows < N)
-    value = tl.load(x + rows * (x_units * ALIGN) + cols, mask=mask, other=0.0).to(tl.float32)
+    if STAGES == 0:
+        _forward_tile(
+            tl.program_id(0).to(tl.int64), x, residual, weight, (), y, s,
+            N, x_units, residual_units, eps, offset, D, BLOCK, ROWS, EVEN, ALIGN,
+        )  # fmt: skip
+    else:
+        scale = ()
+        if weight is not None:
+            scale = _read(weight, tl.zeros([1, 1], tl.int32), _all(1), D, BLOCK, "")
+        for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
+            _forward_tile(
+                tile, x, residual, None, scale, y, s, N, x_units, residual_units, eps, offset,
+                D, BLOCK, ROWS, EVEN, ALIGN,
+            )  # fmt: skip
+
+
+@triton.jit
+def _forward_tile(
+    tile, x, residual, weight, scale, y, s, N, x_units, residual_units, eps, offset,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    # The weight is read here, or given as pieces, `scale`; or there is none.
+    PIECES: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    rows = (tile * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
+    live = _all(ROWS) if EVEN else rows < N
+    values = _read(x, rows * (x_units * ALIGN), live, D, BLOCK, "")
     if residual is not None:
-        other = tl.load(residual + rows * (residual_units * ALIGN) + cols, mask=mask, other=0.0)
-        # What is normalised is s as stored: the backward sees no other.
-        total = (value + other.to(tl.float32)).to(s.dtype.element_ty)
-        tl.store(s + rows * D + cols, total, mask=mask)
-        value = total.to(tl.float32)
-    if weight is not None:  # asked for after x, so that x's load never waits for it
-        scale = tl.load(weight + cols, mask=inside, other=0.0)
-    mean_square = tl.sum(value * value, axis=1, keep_dims=True) * (1.0 / D)
-    value *= tl.rsqrt(mean_square + eps)
-    if weight is not None:
-        value *= scale.to(tl.float32) + offset
-    tl.store(y + rows * D + cols, value.to(y.dtype.element_ty), mask=mask)
+        others = _read(residual, rows * (residual_units * ALIGN), live, D, BLOCK, "")
+        totals = ()
+        for i in tl.static_range(PIECES):
+            cols, inside = _columns(i, D, BLOCK)
+            # What is normalised is s as stored: the backward sees no other.
+            total = (values[i].to(tl.float32) + others[i].to(tl.float32)).to(s.dtype.element_ty)
+            tl.store(s + rows * D + cols, total, mask=inside & live)
+            totals += (total,)
+        values = totals
+    if weight is not None:  # asked for after x, so that x's loads never wait for it
+        scale = _read(weight, tl.zeros([1, 1], tl.int32), _all(1), D, BLOCK, "")
+    square = tl.zeros([ROWS, BLOCK], tl.float32)
+    for i in tl.static_range(PIECES):
+        value = values[i].to(tl.float32)
+        square += value * value
+    scaling = tl.rsqrt(tl.sum(square, axis=1, keep_dims=True) * (1.0 / D) + eps)
+    for i in tl.static_range(PIECES):
+        cols, inside = _columns(i, D, BLOCK)
+        value = values[i].to(tl.float32) * scaling
+        if len(scale) > 0:
+            value *= scale[i].to(tl.float32) + offset
+        tl.store(y + rows * D + cols, value.to(y.dtype.element_ty), mask=inside & live)
+
+
+@triton.jit
+def _read(x, start, live, D: tl.constexpr, BLOCK: tl.constexpr, POLICY: tl.constexpr):
+    # Rows of D from `start` [ROWS, 1] on, where they are `live`, as a tuple of [ROWS, BLOCK].
+    pieces = ()
+    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
+        cols, inside = _columns(i, D, BLOCK)
+        pieces += (tl.load(x + start + cols, mask=inside & live, other=0.0, eviction_policy=POLICY),)
+    return pieces
+
+
+@triton.jit
+def _columns(i: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    # The columns [1, BLOCK] of the i-th piece, and which exist: a constant, hence free, where all do.
+    cols = (i * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside = tl.full([1, BLOCK], True, tl.int1) if (i + 1) * BLOCK <= D else cols < D
+    return cols, inside
+
+
+@triton.jit
+def _all(ROWS: tl.constexpr):
+    return tl.full([ROWS, 1], True, tl.int1)
 
 
 @triton.jit(do_not_specialize=["x_units", "residual_units", "eps", "offset"])
@@ -96,52 +153,108 @@ def _backward(
     """Tiles of ROWS whole rows, walked by persistent programs that keep the weight's gradient in registers.
 
     r from s again (cheaper than storing it), n = s*r, g = dy*(offset+w): dx = r*(g - n*mean(g*n)) + ds;
-    partial[program] = sum over its rows of dy*n. Reads dy and s, writes dx; about 11 FLOPs an element.
+    partial[program] = sum over its rows of dy*n. HOLD: the weight stays in registers, too. Reads dy and s,
+    writes dx; about 11 FLOPs an element.
     """
-    cols = tl.arange(0, BLOCK)[None, :]
-    inside = cols < D
+    held = ()
     if weight is not None and HOLD:
-        scale = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32) + offset
+        held = _scale(weight, offset, D, BLOCK)
+    dw = ()
     if partial is not None:
-        dw = tl.zeros([ROWS, BLOCK], tl.float32)
+        for _ in tl.static_range((D + BLOCK - 1) // BLOCK):
+            dw += (tl.zeros([ROWS, BLOCK], tl.float32),)
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
-        mask = (rows < N) & inside
-        at = rows * (dy_units * ALIGN) + cols
-        grad = tl.load(dy + at, mask=mask, other=0.0, eviction_policy=LOAD).to(tl.float32)
-        at = rows * (s_units * ALIGN) + cols
-        value = tl.load(s + at, mask=mask, other=0.0, eviction_policy=LOAD).to(tl.float32)
+        live = rows < N
+        grads = _read(dy, rows * (dy_units * ALIGN), live, D, BLOCK, LOAD)
+        values = _read(s, rows * (s_units * ALIGN), live, D, BLOCK, LOAD)
+        scale = held
         if weight is not None and not HOLD:
-            scale = tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32) + offset
-        if BLOCK < 16384:  # both row sums in one reduction across the program's threads
-            scaled = grad if weight is None else grad * scale
-            square, dot = tl.split(tl.sum(tl.join(value * value, scaled * value), axis=1) * (1.0 / D))
-            scaling = tl.rsqrt(square + eps)[:, None]
-            value *= scaling
-            mean = dot[:, None] * scaling
-            if partial is not None:
-                dw += grad * value
-        else:  # one after the other, because registers are short
-            square = tl.sum(value * value, axis=1) * (1.0 / D)
-            scaling = tl.rsqrt(square + eps)[:, None]
-            value *= scaling
-            if partial is not None:
-                dw += grad * value
-            scaled = grad if weight is None else grad * scale
-            mean = (tl.sum(scaled * value, axis=1) * (1.0 / D))[:, None]
+            scale = _scale(weight, offset, D, BLOCK)
+        scaling, normed, mean = _normalized(values, grads, scale, eps, D, BLOCK, ROWS)
+        if partial is not None:
+            dw = _with_products(dw, grads, normed)
         if dx is not None:
-            grad = (scaled - value * mean) * scaling
-            if ds is not None:
-                at = rows * (ds_units * ALIGN) + cols
-                through = tl.load(ds + at, mask=mask, other=0.0, eviction_policy=LOAD)
-                grad += through.to(tl.float32)
-            at = rows * D + cols
-            tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=mask, cache_modifier=STORE)
-            if dresidual is not None:
-                tl.store(dresidual + at, grad.to(dresidual.dtype.element_ty), mask=mask)
+            for i in tl.static_range((D + BLOCK - 1) // BLOCK):
+                cols, inside = _columns(i, D, BLOCK)
+                mask = inside & live
+                grad = (_scaled(grads, scale, i) - normed[i] * mean) * scaling
+                if ds is not None:
+                    at = rows * (ds_units * ALIGN) + cols
+                    grad += tl.load(ds + at, mask=mask, other=0.0, eviction_policy=LOAD).to(tl.float32)
+                at = rows * D + cols
+                tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=mask, cache_modifier=STORE)
+                if dresidual is not None:
+                    tl.store(dresidual + at, grad.to(dresidual.dtype.element_ty), mask=mask)
     if partial is not None:
-        dw = tl.sum(dw, axis=0, keep_dims=True).to(partial.dtype.element_ty)
-        tl.store(partial + tl.program_id(0).to(tl.int64) * D + cols, dw, mask=inside)
+        _store_sums(partial + tl.program_id(0).to(tl.int64) * D, dw, D, BLOCK)
+
+
+@triton.jit
+def _normalized(
+    values, grads, scale, eps, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    # Of rows s and dy in pieces: r, n in pieces, mean(g*n).
+    PIECES: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    # Both sums over a row in one reduction across the program's threads, unless registers are too short.
+    JOINT: tl.constexpr = PIECES * BLOCK < 16384
+    squares = tl.zeros([ROWS, BLOCK], tl.float32)
+    dots = tl.zeros([ROWS, BLOCK], tl.float32)
+    for i in tl.static_range(PIECES):
+        value = values[i].to(tl.float32)
+        squares += value * value
+        if JOINT:
+            dots += _scaled(grads, scale, i) * value
+    if JOINT:
+        square, dot = tl.split(tl.sum(tl.join(squares, dots), axis=1) * (1.0 / D))
+        scaling = tl.rsqrt(square + eps)[:, None]
+        mean = dot[:, None] * scaling
+    else:
+        scaling = tl.rsqrt(tl.sum(squares, axis=1) * (1.0 / D) + eps)[:, None]
+    normed = ()
+    for i in tl.static_range(PIECES):
+        value = values[i].to(tl.float32) * scaling
+        normed += (value,)
+        if not JOINT:
+            dots += _scaled(grads, scale, i) * value
+    if not JOINT:
+        mean = (tl.sum(dots, axis=1) * (1.0 / D))[:, None]
+    return scaling, normed, mean
+
+
+@triton.jit
+def _with_products(dw, grads, normed):
+    # dw + dy * n, in pieces.
+    sums = ()
+    for i in tl.static_range(len(dw)):
+        sums += (dw[i] + grads[i].to(tl.float32) * normed[i],)
+    return sums
+
+
+@triton.jit
+def _store_sums(partial, dw, D: tl.constexpr, BLOCK: tl.constexpr):
+    # Of the pieces of dw, over their rows.
+    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
+        cols, inside = _columns(i, D, BLOCK)
+        total = tl.sum(dw[i], axis=0, keep_dims=True).to(partial.dtype.element_ty)
+        tl.store(partial + cols, total, mask=inside)
+
+
+@triton.jit
+def _scaled(grads, scale, i: tl.constexpr):
+    # The i-th piece of dy * (offset + weight).
+    grad = grads[i].to(tl.float32)
+    return grad * scale[i] if len(scale) > 0 else grad
+
+
+@triton.jit
+def _scale(weight, offset, D: tl.constexpr, BLOCK: tl.constexpr):
+    # offset + weight in float32, as a tuple of [1, BLOCK].
+    pieces = ()
+    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
+        cols, inside = _columns(i, D, BLOCK)
+        pieces += (tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32) + offset,)
+    return pieces
 
 
 @triton.jit(do_not_specialize=["dy_units", "s_units", "eps", "offset"])
@@ -214,83 +327,3 @@ def _sum_partials(
         mask = (rows < P)[:, None] & (cols < D)[None, :]
         total += tl.load(partial + rows[:, None].to(tl.int64) * D + cols[None, :], mask=mask, other=0.0)
     tl.store(dw + cols, tl.sum(total, axis=0).to(dw.dtype.element_ty), mask=cols < D)
-
-
-class Tiling(NamedTuple):
-    """How a kernel cuts [N, D] into tiles. `block` < D selects the kernels for long rows."""
-
-    block: int
-    rows: int
-    stages: int
-    warps: int
-    programs: int
-    """Programs at most; each walks several tiles when there are more tiles."""
-    hold: bool = True
-    """Backward: keep the weight in registers between tiles rather than load it again."""
-    stream: bool = False
-    """Mark what is read and written as not worth keeping in L2."""
-
-    @property
-    def hints(self) -> dict[str, str]:
-        return {"LOAD": "evict_first", "STORE": ".cs"} if self.stream else {"LOAD": "", "STORE": ""}
-
-
-FORWARD_LIMIT = 16384
-BACKWARD_LIMIT = 16384
-_UNLIMITED = 2**31 - 1
-_STREAM = 2**25  # bytes: a tensor of this size is gone from a 50 MB L2 before its next reader comes
-
-
-@lru_cache(maxsize=4096)
-def forward_tiling(N: int, D: int, read: int, sms: int) -> Tiling:
-    """The forward's tiling for N rows of D elements, for each of which `read` bytes come from memory, on a
-    device of `sms` multiprocessors.
-
-    One tile a program, without cache hints: sweeps over the benchmark's shapes on an H100 and an H200 found
-    persistent programs and streaming hints slower nearly everywhere, and one pass over 16,384 columns faster
-    than two. Long tiles want 16-byte accesses from 8 warps, short ones as few warps as hold them, and a
-    device that isn't filled shorter ones.
-    """
-    block = triton.next_power_of_2(D)
-    many = 16 * sms <= N
-    if block > FORWARD_LIMIT:
-        return Tiling(8192, 1, 1, 16, _UNLIMITED)
-    if block <= 512:
-        return Tiling(block, (1024 if many else 512) // block, 1, 1, _UNLIMITED)
-    if block == 1024:
-        return Tiling(block, 4 if many else 1, 1, 8 if many and read == 2 else 4, _UNLIMITED)
-    return Tiling(block, 1, 1, 8 if block <= 4096 else 16, _UNLIMITED)
-
-
-@lru_cache(maxsize=4096)
-def backward_tiling(N: int, D: int, itemsize: int, sums: bool, sms: int) -> Tiling:
-    """The backward's tiling for N rows of D elements on a device of `sms` multiprocessors; `sums`: with the
-    weight's gradient.
-
-    Few programs keep the partial weight gradients small; asynchronous copies (stages) keep enough loads in
-    flight for them. Without these gradients a tile a program is faster. Summing r again in the same reduction
-    as g*n costs as much as reading it from memory.
-    """
-    block = triton.next_power_of_2(D)
-    if block > BACKWARD_LIMIT:
-        return Tiling(2048, 1, 1, 4, 8 * sms)
-    if not sums:
-        tile = max(block, 4096 if 16 * sms <= N else 1024)
-        return Tiling(block, tile // block, 1, tile // 1024, _UNLIMITED, hold=block < 16384)
-    if block <= 1024:
-        tile, warps, resident = (2048, 2, 4) if block <= 512 else (2048, 4, 3)
-    elif itemsize == 2:
-        tile, warps, resident = 8192, 8 if block == 2048 else 16, 1
-    else:
-        tile, warps, resident = 4096, 8 if block <= 4096 else 16, 1
-    rows = max(1, tile // block)
-    while rows > 1 and rows * sms > N:
-        rows //= 2
-    stages = 3 if block * rows * itemsize <= 2**14 else 2 if itemsize == 2 else 1
-    stream = N * D * itemsize >= _STREAM
-    return Tiling(block, rows, stages, warps, resident * sms, hold=block < 16384, stream=stream)
-
-
-def sum_tiling(D: int) -> tuple[int, int, int]:
-    """Partials and columns of a tile of the final sum, and its warps."""
-    return (512, 8, 8) if D < 2048 else (256, 32, 4)
