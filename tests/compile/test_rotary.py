@@ -1,7 +1,5 @@
 """The rotary kernel in every production configuration, compiled for GPUs that need not be here."""
 
-import functools
-
 import pytest
 import torch
 
@@ -21,34 +19,28 @@ BUILDS = [
 ]
 
 
-def compiled(case, conjugate, target, **override):
-    """The kernel as `rotate` launches it for `case`, forward or backward."""
+def compiled(case, conjugate, target, tiling=None, **override):
+    """The kernel as it is launched for `case`, forward or backward."""
     ids = 0 if case.position_ids is None else len(case.position_ids.shape)
-    launch = kernels.plan(
-        functools.partial(kernels.config, lanes=TARGETS[target].warp_size),
-        case.q.dtype.itemsize,
-        case.q.shape,
-        case.k.shape,
-        case.q.stride,
-        case.k.stride,
-        case.cos.shape,
-        case.cos.stride[0],
-        ids,
-        case.interleaved,
-        conjugate,
-        None,
-    )
+    head_major = tuple(x.stride[1] < x.stride[2] for x in (case.q, case.k))
+    _, numbers = kernels.launch(
+        case.q.shape, case.k.shape, case.q.stride, case.k.stride, case.q.dtype.itemsize, case.cos.shape,
+        case.cos.stride[0], position_ids=ids, interleaved=case.interleaved, conjugate=conjugate,
+        head_major=head_major, tiling=tiling, lanes=TARGETS[target].warp_size,
+    )  # fmt: skip
     x, table = f"*{TRITON[str(case.q.dtype)]}", f"*{TRITON[str(case.cos.dtype)]}"
     signature = {
         **dict.fromkeys(("q", "k", "q_out", "k_out"), x),
         **dict.fromkeys(("cos", "sin"), table),
-        "position_ids": "*i64" if ids else table,
+        **({"position_ids": "*i64"} if ids else {}),
         **dict.fromkeys(("T", "S"), "i32"),
         **dict.fromkeys(("q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "row"), "i64"),
     }
-    constants = launch.constants | override
+    constants = {name: value for name, value in numbers.items() if name not in signature} | override
+    if not ids:
+        constants["position_ids"] = None
     warps = constants.pop("num_warps")
-    return build(kernels.rotate_kernel, signature, constants, target, num_warps=warps)
+    return build(kernels._rotate, signature, constants, target, num_warps=warps)
 
 
 @pytest.mark.parametrize(("name", "conjugate", "target"), BUILDS)
@@ -89,3 +81,11 @@ def test_the_widest_head_fits(R):
     case = CASES["single"].replace(q=q, k=q, cos=table, sin=table)
     for interleaved in (False, True):
         assert compiled(case.replace(interleaved=interleaved), True, "sm_80").spills == 0
+
+
+@pytest.mark.parametrize("tiling", kernels.tilings(None)[1:])
+@pytest.mark.parametrize("name", ["large", "small", "interleaved"])
+def test_variants(name, tiling):
+    built = compiled(CASES[name], False, "sm_90", tiling)
+    assert built.spills == 0
+    assert set(built.stores) == {128} if tiling.access >= 16 else set(built.stores) <= {64, 128}

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from bakeoff.kernels.counter import launches
-from bakeoff.ops.rotary import OP, rotary, rotary_tables
-from bakeoff.ops.rotary.autograd import _registered
+from bakeoff.kernels.variants import text
+from bakeoff.ops.rotary import OP, kernels, rotary, rotary_tables
 from bakeoff.ops.rotary.reference import reference
+from bakeoff.ops.rotary.triton import rotary as candidate
+from bakeoff.ops.rotary.triton import rotate
 from bakeoff.select.contests.verify import verify, yardsticks
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -118,7 +120,28 @@ def test_torch_compile_whole_with_any_length(form):
 @pytest.mark.parametrize("form", ["dense", "fused", "head-major"])
 def test_opcheck(form):
     q, k = tensors(2, 16, 8, 2, 64, form=form)
-    torch.library.opcheck(_registered, (q, k, *rotary_tables(16, 64, device="cuda"), False, None, False))
+    head_major = form == "head-major"
+    given = (*rotary_tables(16, 64, device="cuda"), False, None, False, head_major, head_major, True, "")
+    torch.library.opcheck(rotate.traced.forward, (q, k, *given))
+
+
+@pytest.mark.parametrize("form", ["dense", "head-major"])
+@pytest.mark.parametrize("D", [48, 128])
+def test_every_variant(form, D):
+    """All launch configurations give the same bits, on the first call and replayed."""
+    q, k = tensors(3, 100, 12, 4, D, form=form)
+    cos, sin = rotary_tables(100, D, device="cuda")
+    dq, dk = torch.randn_like(q), torch.randn_like(k)
+
+    def run(fn):
+        outputs = fn(q, k, cos, sin, False, None)
+        return (*outputs, *torch.autograd.grad(outputs, (q, k), (dq, dk)))
+
+    want = run(candidate)
+    for tiling in kernels.tilings(None):
+        bound = candidate.bind(text({"forward": tiling}))
+        for _ in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(run(bound), want, strict=True)), tiling
 
 
 def test_autocast():

@@ -1,6 +1,5 @@
 """The Triton candidate of rotary, interpreted, against the float64 reference; the op's laws and checks."""
 
-import functools
 import itertools
 import math
 
@@ -9,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bakeoff.kernels.triton import TritonKernel
 from bakeoff.ops.rotary import kernels as rotary_kernels
 from bakeoff.ops.rotary import rotary_tables
-from bakeoff.ops.rotary.autograd import rotary as triton_rotary
 from bakeoff.ops.rotary.plain import eager
 from bakeoff.ops.rotary.reference import reference
+from bakeoff.ops.rotary.triton import rotary as candidate
 from bakeoff.select.contests.poison import Poison
 
 # Unit roundoff of the result, times the two roundings of a float32 product sum.
@@ -21,12 +21,24 @@ BOUND = {torch.float32: 3e-7, torch.float16: 6e-4}
 FORMS = ("dense", "fused", "head-major", "last strided")
 
 
+launched = candidate
+"""The candidate with the tiling that a test asks for."""
+
+
+def triton_rotary(*args):
+    """The op as the test launches it."""
+    return launched(*args)
+
+
+def tiles_of(size):
+    """The op in tiles of so many bytes."""
+    return candidate.bind(f"forward(tile={size},heads=64,access=16)")
+
+
 @pytest.fixture(params=[4096, 64], ids=["tile4096", "tile64"])
 def tile(request, monkeypatch):
     """Production tiles, and tiny ones, so that every axis has more than one."""
-    monkeypatch.setattr(
-        rotary_kernels, "config", functools.partial(rotary_kernels.config, tile=request.param)
-    )
+    monkeypatch.setattr(f"{__name__}.launched", tiles_of(request.param))
 
 
 def tensors(B, T, H, HK, D, *, dtype=torch.float32, form="dense"):
@@ -99,7 +111,8 @@ def test_forward_and_gradients(shape, interleaved):
 
 
 def test_small_tiles_really_are_several():
-    block_t, block_h, *_ = rotary_kernels.config(17, 6, 2, 10, 3, 4, False, tile=64)
+    tiling = rotary_kernels.Tiling(64, 64, 16)
+    block_t, block_h, *_ = rotary_kernels.blocks(17, 6, 2, 10, 3, 4, False, tiling)
     assert block_t < 17
     assert block_h == 2
 
@@ -209,12 +222,13 @@ def test_only_what_is_needed_is_computed(used, monkeypatch):
         return
     index = "qk".index(used)
     heads = []
-    real = rotary_kernels._launch
-    monkeypatch.setattr(
-        rotary_kernels,
-        "_launch",
-        lambda *a, **meta: (heads.append((meta["H"], meta["HK"])), real(*a, **meta)),
-    )
+    launch = TritonKernel.__call__
+
+    def noted(kernel, grid, **named):
+        heads.append((named["H"], named["HK"]))
+        return launch(kernel, grid, **named)
+
+    monkeypatch.setattr(TritonKernel, "__call__", noted)
     # One output unused: its gradient is None, and its heads are not visited in backward.
     out = triton_rotary(q, k, cos, sin, False, None)[index]
     dy = torch.randn_like(out)
@@ -265,7 +279,7 @@ def test_any_shape_and_stride(B, T, H, HK, D, half, form, interleaved, ids, dtyp
     cos, sin = rotary_tables(T + 2, 2 * min(half, D // 2))
     position_ids = torch.randint(T + 2, (T,) if ids == 1 else (B, T)) if ids else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rotary_kernels, "config", functools.partial(rotary_kernels.config, tile=tile))
+        patch.setattr(f"{__name__}.launched", tiles_of(tile))
         assert_native(q, k, cos, sin, interleaved, position_ids)
 
 

@@ -46,6 +46,8 @@ class Declaration:
     """The arguments, results and kept tensors that the backward asks for."""
     scalars: tuple[str, ...] = field(init=False)
     """The arguments that are no tensors."""
+    asked: dict[str, int] = field(init=False)
+    """What `derivative` takes, and the place of each in what it may ask for."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(self.results)
@@ -59,6 +61,8 @@ class Declaration:
         self._set("differentiable", tuple(differentiable))
         self._set("saved", tuple(name for name in (*tensors, *self.names, *self.kept) if name in asked))
         self._set("scalars", tuple(name for name in kinds if name not in tensors))
+        given = [*[f"d{name}" for name in self.names], *self.saved, *self.scalars, "wanted", "op"]
+        self._set("asked", {name: given.index(name) for name in parameters(self.derivative)})
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -98,17 +102,16 @@ def reached(declared: Declaration, arriving: Sequence[Any], wanted: Sequence[boo
 
 def derived(
     declared: Declaration,
+    op: Callable[..., Any],
     arriving: Sequence[Any],
     saved: Sequence[Any],
     scalars: Sequence[Any],
     wanted: Sequence[str],
 ) -> Mapping[str, Any]:
-    """What the op's `derivative` returns."""
-    derivative = declared.derivative
-    assert derivative is not None
-    values = zip(declared.backward_values, (*arriving, *saved, *scalars), strict=False)
-    asked = parameters(derivative)
-    return derivative(wanted=wanted, **{name: value for name, value in values if name in asked})
+    """What the op's `derivative` returns; `op` is how it may call the op itself."""
+    assert declared.derivative is not None
+    values = (*arriving, *saved, *scalars, wanted, op)
+    return declared.derivative(**{name: values[place] for name, place in declared.asked.items()})
 
 
 def twice(name: str) -> str:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from bakeoff.kernels import variants
-from bakeoff.kernels.declaration import Declaration, constants, derived, reached, twice
+from bakeoff.kernels.declaration import Declaration, derived, reached, twice
 from bakeoff.kernels.plan import Planned, Planner
 from bakeoff.kernels.traced import Traced
 from bakeoff.kernels.variants import Tiling, Tilings
@@ -62,9 +62,9 @@ def kernel_op(
         forward: the planner that fills the results (see `bakeoff.kernels.plan`).
         backward: the planner that fills the gradients.
         derivative: instead of `backward`, for an op whose derivative is made of differentiable ops: a
-        function
-            of what a backward may ask for and of `wanted`, the names of arguments whose gradients are asked
-            for, that returns gradients by argument. The arguments that have one are those in `gradients`.
+            function that returns gradients by argument. It may ask for what a backward may, for `wanted`, the
+            names of arguments whose gradients are asked for, and for `op`, this op as it is launched now. The
+            arguments that have gradients are those in `gradients`.
         names: of the results, as planners call them.
         keeps: as `results`, makes tensors that forward fills for the backward alone.
         kept: their names. Forward gets None for each where no gradient is wanted.
@@ -110,6 +110,10 @@ class KernelOp:
             (place, arguments.index(name))
             for place, name in enumerate(declared.differentiable)
             if name not in declared.saved
+        ]
+        self._depends = [
+            (declared.names.index(name), [1 + arguments.index(argument) for argument in on])
+            for name, on in declared.depends.items()
         ]
         self._likes = [
             declared.saved.index(n) if n in declared.saved else None for n in declared.differentiable
@@ -245,9 +249,11 @@ class _Differentiable(torch.autograd.Function):
         ctx.unsaved = [(i, _Outline(args[place])) for i, place in op._unsaved if args[place] is not None]
         if not declared.materialize:
             ctx.set_materialize_grads(False)
-        if declared.depends:
-            needed = dict(zip(declared.arguments, ctx.needs_input_grad[1:], strict=True))
-            ctx.mark_non_differentiable(*constants(declared, made, needed))
+        if op._depends:
+            needed = ctx.needs_input_grad
+            constant = [made[i] for i, places in op._depends if not any([needed[j] for j in places])]
+            if constant:
+                ctx.mark_non_differentiable(*constant)
         count = len(declared.names)
         return made[0] if count == 1 else made[:count]
 
@@ -287,7 +293,7 @@ def _gradients(ctx: Any, arriving: Sequence[Any]) -> Any:
     saved = ctx.saved_tensors
     if op.declared.derivative is not None:
         wanted = [name for name, need in zip(op.declared.arguments, needed[1:], strict=True) if need]
-        found = derived(op.declared, arriving, saved, ctx.scalars, wanted)
+        found = derived(op.declared, op, arriving, saved, ctx.scalars, wanted)
         return (None, *[found.get(name) for name in op.declared.arguments])
     likes: list[Any] = [None if place is None else saved[place] for place in op._likes]
     for i, outline in ctx.unsaved:

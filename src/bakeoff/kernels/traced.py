@@ -105,7 +105,9 @@ class Traced:
         saved, outlines = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         if declared.derivative is not None:
             wanted = [name for name, need in needed.items() if need]
-            grads: Mapping[str, Any] = derived(declared, arriving, saved, ctx.scalars, wanted)
+            grads: Mapping[str, Any] = derived(
+                declared, self._itself(ctx.variant), arriving, saved, ctx.scalars, wanted
+            )
         else:
             known = dict(zip(declared.saved, saved, strict=True))
             likes = [
@@ -124,6 +126,10 @@ class Traced:
                 if flag
             }
         return (*[grads.get(name) if need else None for name, need in needed.items()], None, None)
+
+    def _itself(self, variant: str) -> Callable[..., Any]:
+        """The op as a derivative calls it, also where no call of Python is traced."""
+        return lambda *args: self(args, variant, torch.is_grad_enabled())
 
     def _backward(self, *args: Any) -> Any:
         arriving, saved, scalars, likes, flags, variant = self._parted(args)

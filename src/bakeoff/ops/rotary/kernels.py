@@ -1,27 +1,22 @@
 """The Triton kernel of `rotary` and its launch: queries and keys together.
 
 The gradient is the rotation by the opposite angle, so one kernel serves forward and backward.
-
-Measured on an H100 (torch 2.11, triton 3.6; graph replay over rotated inputs): 4x4096x32x128 bf16, halves,
-forward 185.1 us and with backward 368.9 us, of which cloning q and k took 181.9 us each way: 98 % of a copy.
-16x256x8x48: 6.6 and 13.6 us, where the clones took 7.8.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from bakeoff.launch import Launcher
+from bakeoff.kernels.layout import alignment
 
-__all__ = ["Plan", "config", "dense", "is_head_major", "plan", "rotate", "rotate_kernel"]
+__all__ = ["Tiling", "dense_strides", "is_head_major", "launch", "tilings"]
 
 
 @triton.jit(do_not_specialize=["T", "S", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "row"])
-def rotate_kernel(
+def _rotate(
     q,
     k,
     cos,
@@ -136,10 +131,38 @@ def _turn(
         tl.store(y + out[:, None] + rest[None, :], kept, mask=mask)
 
 
-_launch = Launcher(rotate_kernel)
+class Tiling(NamedTuple):
+    """How a launch is cut into programs."""
+
+    tile: int
+    """Bytes of first halves that a program turns, or half of what it copies."""
+    heads: int
+    """Of a program, at most: a power of two that divides the heads of q and k, so that none needs a mask.
+    One where heads are the outer dimension in memory: a tile is then one head's tokens."""
+    access: int
+    """Bytes of each half that a thread turns; it copies eight times as many."""
 
 
-def config(
+def tilings(case: Any) -> list[Tiling]:
+    """What the kernel may be launched with: the default, then larger and smaller tiles, fewer heads of more
+    tokens, more or less work a thread."""
+    del case
+    return [
+        Tiling(4096, 64, 16),
+        Tiling(2048, 64, 16),
+        Tiling(8192, 64, 16),
+        Tiling(4096, 64, 8),
+        Tiling(8192, 64, 32),
+        Tiling(1024, 64, 16),
+        Tiling(4096, 4, 16),
+        Tiling(4096, 1, 16),
+        Tiling(8192, 4, 16),
+        Tiling(16384, 64, 32),
+        Tiling(512, 64, 16),
+    ]
+
+
+def blocks(
     T: int,
     H: int,
     HK: int,
@@ -147,28 +170,20 @@ def config(
     half: int,
     itemsize: int,
     head_major: bool,
-    *,
-    tile: int = 4096,
+    tiling: Tiling,
     lanes: int = 64 if torch.version.hip else 32,
 ) -> tuple[int, int, int, int]:
     """BLOCK_T, BLOCK_H, BLOCK and num_warps for T tokens (only T below the tile's height matters).
 
-    `tile` is how many bytes of first halves a program turns, or half of what it copies. BLOCK_H is a power of
-    two that divides H and HK, so that head blocks need no mask; when heads are the outer dimension in memory,
-    a tile is one head's tokens. A thread, of which a warp has `lanes`, turns 16 bytes of each half, which it
-    reads at a time, or copies 128.
-
-    Measured on an H100 (results/h100/rotary-tilings.csv): tiles of 512 to 8,192 bytes, 4 to 32 bytes a
-    thread, hints of what to keep in the cache, q and k in one program. Within 3 % of the fastest for all
-    shapes of the grid but odd heads (12 %). 8 bytes a thread gain 1 % on most, but lose 3 to 7 % on short
-    rows, narrow tables and with position_ids.
+    A warp has `lanes` threads.
     """
     block, rest = _power(half), _power(D - 2 * half)
-    rows = max(1, tile // (itemsize * max(block, rest // 2)))
+    rows = max(1, tiling.tile // (itemsize * max(block, rest // 2)))
     heads = H | HK
-    block_h = 1 if head_major else min(rows, heads & -heads or 1)
+    block_h = 1 if head_major else min(rows, tiling.heads, heads & -heads or 1)
     block_t = min(rows // block_h, _power(T))
-    warps = block_t * block_h * max(block * itemsize // 16, rest * itemsize // 128) // lanes
+    turned, copied = block * itemsize // tiling.access, rest * itemsize // (8 * tiling.access)
+    warps = block_t * block_h * max(turned, copied) // lanes
     return block_t, block_h, block, max(1, min(8, warps))
 
 
@@ -177,75 +192,66 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 0 else 1
 
 
-class Plan(NamedTuple):
-    """What a launch needs beside its tensors; a function of shapes and strides alone."""
-
-    grid: tuple[int, int, int]
-    numbers: tuple[int, ...]
-    """The kernel's runtime integers, in its order."""
-    constants: dict[str, Any]
-    """Its constexprs, in its order, and the launch options."""
-    q_strides: tuple[int, ...]
-    k_strides: tuple[int, ...]
-    """Of the results."""
-
-
-@functools.lru_cache(maxsize=4096)
-def plan(
-    tiling: Callable[..., tuple[int, int, int, int]],
+def launch(
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    q_strides: Sequence[int],
+    k_strides: Sequence[int],
     itemsize: int,
-    q_shape: tuple[int, int, int, int],
-    k_shape: tuple[int, int, int, int],
-    q_strides: tuple[int, int, int, int],
-    k_strides: tuple[int, int, int, int],
-    table_shape: tuple[int, int],
+    table_shape: Sequence[int],
     row: int,
-    ids: int,
+    *,
+    position_ids: int,
     interleaved: bool,
     conjugate: bool,
-    head_major: tuple[bool, bool] | None,
-) -> Plan:
-    """The launch for q and k (last dimension contiguous), table rows `row` apart, `ids`-dimensional ids.
+    head_major: tuple[bool, bool],
+    tiling: Tiling | None = None,
+    lanes: int = 64 if torch.version.hip else 32,
+) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid for q and k, whose last dimensions are contiguous, and the kernel's numbers and constants.
 
-    `tiling` is `config`. `head_major` says for each result whether its memory is [B, H, T, D]; by default it
-    is if the argument's is.
+    Table rows lie `row` apart; `position_ids` is how many dimensions they have, or 0. `head_major` says for
+    each result whether its memory is [B, H, T, D].
     """
     B, T, H, D = q_shape
     HK = k_shape[2]
     rows, half = table_shape
-    q_head_major, k_head_major = head_major or (q_strides[1] < q_strides[2], k_strides[1] < k_strides[2])
-    block_t, block_h, block, warps = tiling(T, H, HK, D, half, itemsize, q_strides[1] < q_strides[2])
-    numbers = (*q_strides[:3], *k_strides[:3])
-    # The greatest power of two, up to 16, that divides all strides: it allows 16-byte accesses.
-    together = functools.reduce(int.__or__, numbers, 16)
-    constants = {
+    # A dimension of one element may have any stride: 0 keeps what is known of the others.
+    q_steps, k_steps = (
+        [0 if size == 1 else step for size, step in zip(shape[:3], strides[:3], strict=True)]
+        for shape, strides in ((q_shape, q_strides), (k_shape, k_strides))
+    )
+    tiling = tiling or tilings(None)[0]
+    tokens_first = q_steps[1] < q_steps[2]
+    block_t, block_h, block, warps = blocks(T, H, HK, D, half, itemsize, tokens_first, tiling, lanes)
+    names = ("q_b", "q_t", "q_h", "k_b", "k_t", "k_h")
+    numbers: dict[str, Any] = dict(zip(names, (*q_steps, *k_steps), strict=True))
+    numbers |= {
+        "T": T,
+        "S": rows,
+        "row": row,
         "H": H,
         "HK": HK,
         "D": D,
         "HALF": half,
         "INTERLEAVED": interleaved,
         "CONJUGATE": conjugate,
-        "IDS": ids,
-        "Q_HEAD_MAJOR": q_head_major,
-        "K_HEAD_MAJOR": k_head_major,
-        "VECTOR": together & -together,
-        "TABLE_VECTOR": (row | 16) & -(row | 16),
+        "IDS": position_ids,
+        "Q_HEAD_MAJOR": head_major[0],
+        "K_HEAD_MAJOR": head_major[1],
+        "VECTOR": alignment(*q_steps, *k_steps),
+        "TABLE_VECTOR": alignment(row),
         "BLOCK_T": block_t,
         "BLOCK_H": block_h,
         "BLOCK": block,
         "REST": _power(D - 2 * half),
         "num_warps": warps,
     }
-    return Plan(
-        (B * -(-T // block_t) * ((H + HK) // block_h), 1, 1),
-        (T, rows, *numbers, row),
-        constants,
-        _dense_strides(q_shape, q_head_major),
-        _dense_strides(k_shape, k_head_major),
-    )
+    return (B * -(-T // block_t) * ((H + HK) // block_h),), numbers
 
 
-def _dense_strides(shape: tuple[int, ...], head_major: bool) -> tuple[int, ...]:
+def dense_strides(shape: Sequence[int], head_major: bool) -> tuple[int, ...]:
+    """Of a dense [B, T, H, D], or of a dense [B, H, T, D] seen as one."""
     _, T, H, D = shape
     return (H * T * D, D, T * D, 1) if head_major else (T * H * D, H * D, D, 1)
 
@@ -253,67 +259,3 @@ def _dense_strides(shape: tuple[int, ...], head_major: bool) -> tuple[int, ...]:
 def is_head_major(x: torch.Tensor) -> bool:
     """Whether time runs faster than heads in memory, as in a transposed [B, H, T, D]."""
     return x.stride(1) < x.stride(2)
-
-
-def dense(x: torch.Tensor) -> torch.Tensor:
-    """An uninitialised result for `x`: dense, in the same order of time and heads."""
-    return x.new_empty_strided(x.shape, _dense_strides(x.shape, is_head_major(x)))
-
-
-def rotate(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    interleaved: bool,
-    position_ids: torch.Tensor | None,
-    conjugate: bool,
-    head_major: tuple[bool, bool] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One launch: `q` and `k` turned by their angles, or by the opposite ones when `conjugate`.
-
-    `head_major` as in `plan`.
-    """
-    q_strides, k_strides = q.stride(), k.stride()
-    if q_strides[3] != 1:
-        q = q.contiguous()
-        q_strides = q.stride()
-    if k_strides[3] != 1:
-        k = k.contiguous()
-        k_strides = k.stride()
-    row, column = cos.stride()
-    if column != 1 or sin.stride() != (row, 1):
-        cos, sin = cos.contiguous(), sin.contiguous()
-        row = cos.stride(0)
-    if position_ids is None:
-        ids, positions = 0, cos
-    else:
-        ids, positions = position_ids.dim(), position_ids.contiguous()
-    launch = plan(
-        config,
-        q.itemsize,
-        q.shape,
-        k.shape,
-        q_strides,
-        k_strides,
-        cos.shape,
-        row,
-        ids,
-        interleaved,
-        conjugate,
-        head_major,
-    )
-    # empty_like costs half of what empty_strided does, and gives the same for a dense argument.
-    q_out = (
-        torch.empty_like(q)
-        if q_strides == launch.q_strides
-        else q.new_empty_strided(q.shape, launch.q_strides)
-    )
-    k_out = (
-        torch.empty_like(k)
-        if k_strides == launch.k_strides
-        else k.new_empty_strided(k.shape, launch.k_strides)
-    )
-    if launch.grid[0]:
-        _launch(launch.grid, q, k, cos, sin, positions, q_out, k_out, *launch.numbers, **launch.constants)
-    return q_out, k_out

@@ -236,7 +236,7 @@ def _fla_cannot(case: Case) -> str | None:
 
 
 def _triton() -> Implementation:
-    from bakeoff.ops.rotary.autograd import rotary
+    from bakeoff.ops.rotary.triton import rotary
 
     return rotary
 
