@@ -231,6 +231,8 @@ def _run(
     candidate: Candidate, copies: Copies, cotangents: list[torch.Tensor], stick: Yardstick
 ) -> dict[str, torch.Tensor]:
     outputs = outputs_of(candidate.implementation, copies.args)
+    if not outputs and cotangents:
+        raise Rejected("returns a NoneType, not a tensor")
     if len(outputs) != len(cotangents):
         raise Rejected(f"returns {len(outputs)} tensors, not {len(cotangents)}")
     for out, dy in zip(outputs, cotangents, strict=True):
