@@ -65,6 +65,7 @@ class Tiled:
         self.variant = "" if tiling is None else text({"forward": tiling})
         """The launch configuration; "" for the default."""
         self.__name__, self.__module__ = function.__name__.strip("_"), function.__module__
+        self._bound: dict[str, Tiled] = {"": self}
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args, tiling=self.tiling)
@@ -75,5 +76,8 @@ class Tiled:
 
     def bind(self, written: str) -> "Tiled":
         """The function with the variant that `written` names."""
-        chosen = parse(written, {"forward": self.tilings.kind}).get("forward")
-        return Tiled(self.function, self.tilings, chosen)
+        bound = self._bound.get(written)
+        if bound is None:
+            chosen = parse(written, {"forward": self.tilings.kind})["forward"]
+            bound = self._bound[written] = Tiled(self.function, self.tilings, chosen)
+        return bound

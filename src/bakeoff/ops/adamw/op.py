@@ -254,6 +254,7 @@ def _kernels(load: Callable[[], Implementation]) -> Candidate:
         requires=("triton",),
         has_backward=False,
         traceable=False,
+        needs_warmup=True,  # addresses are written to memory that must be there before a capture
         launches=launches,
     )
 

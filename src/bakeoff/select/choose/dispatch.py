@@ -158,7 +158,8 @@ def _may_begin_under_capture(op: Op, candidate: Candidate, settings: policy.Sett
     breaks the capture. Whoever asked for the regime or the candidate gets it.
     """
     asked = settings.regime == "graph" or op.name in dict(settings.overrides)
-    return asked or candidate is op.incumbent or (candidate.launches is not None and _loads_under_capture())
+    own = candidate.launches is not None and not candidate.needs_warmup
+    return asked or candidate is op.incumbent or (own and _loads_under_capture())
 
 
 def _loads_under_capture() -> bool:

@@ -130,7 +130,7 @@ def _guard(op: Op, args: Sequence[Any], call: Callable[..., Any]) -> list[Callab
     lists = [a for a in args if isinstance(a, TensorList)]
     if any(tensor.requires_grad for tensor in given.values()) or any(a.wants_grad for a in lists):
         conditions.append(f"has_grad() is {_has_grad()}")
-    if any(a.device.type == "cuda" for a in [*given.values(), *lists]):
+    if any(tensor.is_cuda for tensor in given.values()) or any(a.device.type == "cuda" for a in lists):
         conditions.append(f"stream_captures() is {_stream_captures()}")
     for i, a in enumerate(args):
         names |= {f"class{i}": a.__class__, f"value{i}": None if f"a{i}" in given else a}
