@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import bakeoff
 from bakeoff.ops.adamw.group import join
 from bakeoff.ops.adamw.op import OP, update_case
-from bakeoff.ops.adamw.run import overlap
+from bakeoff.ops.adamw.update import overlap
 from bakeoff.optim import AdamW
 
 SHAPES: list[tuple[int, ...]] = [(3, 5), (7,), (), (33, 4), (0, 3)]
@@ -392,24 +393,19 @@ def test_tied_parameters() -> None:
         AdamW([models[0][0].weight, models[0][1].weight])
 
 
-def test_shared_memory_goes_one_after_another() -> None:
-    """Two parameters over one memory: updated in order, as by torch, by the one candidate able to."""
+@pytest.mark.parametrize("impl", ALL)
+def test_shared_memory_goes_one_after_another(impl: str | None) -> None:
+    """Two parameters over one memory: updated in order, as by torch."""
     results = []
-    for kind in (AdamW, torch.optim.AdamW):
+    for kind, more in ((AdamW, {"impl": impl}), (torch.optim.AdamW, {})):
         memory = torch.ones(8)
         params = [nn.Parameter(memory), nn.Parameter(memory[2:6])]
-        stepper = kind(params, lr=0.1)
+        stepper = kind(params, lr=0.1, **more)  # type: ignore[arg-type]
         for p, value in zip(params, (1.0, -3.0), strict=True):
             p.grad = torch.full_like(p, value)
         stepper.step()
         results.append(memory)
     assert distance(results[:1], results[1:]) < 1e-6
-    params[0].grad = params[1].grad = None
-    forced = AdamW([nn.Parameter(memory), nn.Parameter(memory[2:6])], impl="fused")
-    for p in forced.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    with pytest.raises(bakeoff.Unsupported, match="share memory"):
-        forced.step()
 
 
 @pytest.mark.parametrize("master", [None, "float32"])
@@ -614,9 +610,11 @@ def test_bad_parameters_are_named() -> None:
 def test_selection_is_asked_and_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     for name in ("loop", "foreach", "fused"):
-        stacked = OP.candidate(name).implementation
-        real = stacked.update
-        monkeypatch.setattr(stacked, "update", lambda *a, n=name, r=real: (ran.append(n), r(*a)))
+        candidate = OP.candidate(name)
+        real = candidate.implementation
+        monkeypatch.setitem(
+            candidate.__dict__, "implementation", lambda *a, n=name, r=real: (ran.append(n), r(*a))
+        )
     params = parameters()
     stepper = AdamW(params)
     gradients(params)
@@ -663,11 +661,66 @@ def test_sharded_parameters_update_their_shards(mesh: Any) -> None:
 
 
 def test_parameters_that_were_moved_onto_each_other_are_seen() -> None:
-    params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
-    (group,) = AdamW(params).param_groups
-    assert not group.overlaps(params)
-    params[1].data = params[0].data
-    assert group.overlaps(params)
+    results = []
+    for kind in (AdamW, torch.optim.AdamW):
+        params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+        stepper = kind(params, lr=0.1)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones(4)
+            stepper.step()
+            params[1].data = params[0].data
+        results.append(params[0].data)
+    assert distance(results[:1], results[1:]) < 1e-6
+
+
+def test_what_changes_between_steps_is_seen() -> None:
+    """States in other memory, by assignment and through .data, parameters cast and moved, gradients laid out
+    otherwise: each as torch's optimizer takes it."""
+
+    def replaced(state: dict[str, Tensor], p: nn.Parameter) -> None:
+        state.update({key: value.clone() for key, value in state.items()})
+
+    def moved(state: dict[str, Tensor], p: nn.Parameter) -> None:
+        for value in state.values():
+            value.data = value.data.clone()
+
+    def transposed(state: dict[str, Tensor], p: nn.Parameter) -> None:
+        p.data = p.data.t().contiguous().t()
+        assert p.grad is not None
+        p.grad = p.grad.t().contiguous().t()
+
+    def remade(state: dict[str, Tensor], p: nn.Parameter) -> None:
+        p.data = p.data.clone()
+
+    shapes = [(4, 4), (3, 5)]
+    mine = parameters(shapes=shapes)
+    peers = twins(mine)
+    steppers = [AdamW(mine, lr=1e-2), torch.optim.AdamW(peers, lr=1e-2)]
+    train(steppers, [mine, peers], 2)
+    for change in (replaced, moved, transposed, remade):
+        for _ in range(2):
+            gradients(mine, peers)
+            for stepper, params in zip(steppers, (mine, peers), strict=True):
+                change(stepper.state[params[0]], params[0])
+            for stepper in steppers:
+                stepper.step()
+            assert distance(mine, peers) < 1e-6, change.__name__
+        train(steppers, [mine, peers], 2)
+        assert distance(mine, peers) < 1e-6, change.__name__
+
+
+def test_a_step_keeps_no_memory_alive() -> None:
+    params = parameters()
+    stepper = AdamW(params, max_grad_norm=1.0)
+    train([stepper], [params], 3)
+    grads = [weakref.ref(p.grad) for p in params]
+    states = [weakref.ref(stepper.state[p]["exp_avg"]) for p in params]
+    stepper.zero_grad()
+    for state in stepper.state.values():
+        state["exp_avg"] = state["exp_avg"].clone()
+    assert all(ref() is None for ref in [*grads, *states])
+    train([stepper], [params], 1)
 
 
 def test_the_counter_of_the_state_that_was_loaded_stays() -> None:

@@ -152,7 +152,7 @@ def test_contest_verifies_every_candidate() -> None:
         assert trials["loop"].errors is not None
         assert "runs on CUDA" in (trials["triton"].rejected or "")
         assert (trials["foreach"].rejected is None) == (case.found_inf is None)
-        if case.exp_avg.dtype == case.param.dtype or case.master is not None:
+        if case.exp_avg.dtype == case.params.dtype or case.master is not None:
             assert trials["fused"].rejected is None, trials["fused"].rejected
     (verdict,) = contest(NORM, norm_case(5, 500, "cpu", torch.float32), budget_s=0.02)
     assert verdict.winner == "eager"

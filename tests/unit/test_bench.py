@@ -68,7 +68,7 @@ def test_cpu_cases_keep_every_form(name: str) -> None:
     assert len({case.name for case in small}) == len(small)
     for case in small:
         assert case.device == "cpu"
-        assert all(meta.numel <= CPU_ELEMENTS for meta in case.tensors.values())
+        assert all(meta.numel <= CPU_ELEMENTS for meta in case.data.values())
         op.check(case)
 
 

@@ -99,7 +99,7 @@ def test_host_and_overhead_of_real_calls(rms_norm: Op) -> None:
     assert row.us is not None
     assert row.us > 0  # a dictionary lookup is not free
     small = regret._tiny(rms_norm, "cpu").case
-    assert all(meta.numel <= regret.TINY for meta in small.tensors.values())
+    assert all(meta.numel <= regret.TINY for meta in small.data.values())
     assert small.needs_grad
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import bakeoff
-from bakeoff.select import Case, Cost, Op, TensorMeta, find_op, registry
+from bakeoff.select import Case, Cost, ListMeta, Op, TensorMeta, find_op, registry
 from bakeoff.select.contests.draw import inputs
 from bakeoff.select.declare.key import REGIMES, key
 from bakeoff.select.declare.sources import files, roots
@@ -38,6 +38,10 @@ def small(op: Op, case: Case) -> Case:
         rows = len(meta.shape) - op.features.get(name, 0)
         shape = [min(size, 16) if i < rows else size for i, size in enumerate(meta.shape)]
         args[name] = TensorMeta.dense(shape, meta.dtype, grad=meta.requires_grad)
+    for name, meta in case.lists.items():
+        count = min(meta.count, 16)
+        each = min(-(-meta.numel // meta.count), 16)
+        args[name] = ListMeta(count, count * each, meta.dtype)
     cut = Case(args, "cpu", case.name)
     # What a bucket does without must go: frequencies that a shorter sequence lacks.
     kept = op.bucket(cut).tensors
@@ -182,7 +186,7 @@ def test_cases(op: Op) -> None:
         assert op.bucket(representative) == representative
         found = op.cost(case)
         assert isinstance(found, Cost)
-        assert found.bytes >= sum(meta.nbytes for meta in case.tensors.values()) // 2 > 0
+        assert found.bytes >= sum(meta.nbytes for meta in case.data.values()) // 2 > 0
         assert found.flops > 0
         forward = op.cost(case.without_grad())
         assert forward.bytes < found.bytes or not case.needs_grad

@@ -192,9 +192,12 @@ def test_a_verdict_of_a_gpu_that_is_not_here_has_no_share(op: Op) -> None:
     assert any(r.share for r in rows_of(verdict, "cpu", "eager"))
 
 
-def test_lists_of_tensors_are_refused_with_where_to_look() -> None:
-    with pytest.raises(TypeError, match=r"adamw_: explain takes tensors.*bakeoff.tune\(step\).choices"):
-        explain("adamw_", [torch.ones(2)], [torch.ones(2)])
+def test_lists_of_tensors_are_explained_too() -> None:
+    found = explain("global_norm", [torch.ones(2), torch.ones(3)])
+    assert found.key == "global_norm(grads=fp32[2 tensors, 5]) cpu eager"
+    assert found.choice == "eager"
+    ones = [torch.ones(2)]
+    assert "exp_avg=fp32[1 tensors, 2]" in explain("adamw_", ones, ones, ones, ones, [torch.zeros(())]).key
 
 
 def test_what_is_out_has_no_time_though_it_was_timed(op: Op) -> None:

@@ -48,8 +48,8 @@ ALLOWED: dict[str, dict[str, str]] = {
         "ByteCorpus._map": "NumPy integers of file sizes",
         "split": "a share of a number of bytes",
     },
-    "optim/adamw.py": {
-        "_ParamGroup.rate": "a rate on the CPU, for parameters on the CPU",
+    "optim/groups.py": {
+        "ParamGroup.rate": "a rate on the CPU, for parameters on the CPU",
     },
 }
 

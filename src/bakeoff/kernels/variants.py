@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Tiling", "Tilings", "parse", "text"]
+__all__ = ["Tiled", "Tiling", "Tilings", "parse", "text"]
 
 Tiling = tuple[int, ...]
 """A NamedTuple of ints; each kernel has its own kind."""
@@ -52,3 +52,32 @@ def parse(written: str, kinds: Mapping[str, Callable[..., Tiling]]) -> dict[str,
         except TypeError as error:
             raise ValueError(f"{written!r} is no variant: {error}") from None
     return variant
+
+
+class Tiled:
+    """A function with one choice, the ``tiling`` it takes by name: an implementation with variants.
+
+    Call it with the function's other arguments; the default tiling is the function's affair.
+    """
+
+    def __init__(self, function: Callable[..., Any], tilings: Tilings, tiling: Tiling | None = None) -> None:
+        self.function, self.tilings, self.tiling = function, tilings, tiling
+        self.variant = "" if tiling is None else text({"forward": tiling})
+        """The launch configuration; "" for the default."""
+        self.__name__, self.__module__ = function.__name__.strip("_"), function.__module__
+        self._bound: dict[str, Tiled] = {"": self}
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args, tiling=self.tiling)
+
+    def variants(self, case: Any) -> dict[str, Sequence[Tiling]]:
+        """The tilings that the function may be launched with for a case, the default first."""
+        return {"forward": self.tilings.of(case)}
+
+    def bind(self, written: str) -> "Tiled":
+        """The function with the variant that `written` names."""
+        bound = self._bound.get(written)
+        if bound is None:
+            chosen = parse(written, {"forward": self.tilings.kind})["forward"]
+            bound = self._bound[written] = Tiled(self.function, self.tilings, chosen)
+        return bound

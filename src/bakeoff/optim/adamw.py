@@ -1,22 +1,23 @@
 """AdamW in one update launch for all tensors of a group, with clipping and skipping on the device."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, which imports all of torch._dynamo
 from torch.optim.optimizer import Optimizer
 
-from bakeoff.ops.adamw.group import Group, Guard, Hyper, join, split
-from bakeoff.ops.adamw.op import OP, check_hyper
-from bakeoff.ops.adamw.run import DTYPES, guard, overlap, update
+from bakeoff.ops.adamw.group import Guard, Hyper, join, split
+from bakeoff.ops.adamw.op import OP, REAL, check_hyper
+from bakeoff.ops.adamw.update import guard, take_step
+from bakeoff.optim.groups import ParamGroup
+from bakeoff.select import TensorList
 
 __all__ = ["AdamW"]
 
 _MASTERS = (None, "float32", "remainder")
 _UNABLE_TO_SKIP = ("foreach", "compiled")
-_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 class AdamW(Optimizer):
@@ -135,9 +136,9 @@ class AdamW(Optimizer):
             self.param_groups.pop()
             raise
 
-    def _adopted(self, given: dict[str, Any]) -> "_ParamGroup":
+    def _adopted(self, given: dict[str, Any]) -> "ParamGroup":
         """The group as `step` needs it; raises for settings or parameters that AdamW can't take."""
-        group = _ParamGroup({**self.defaults, **given})
+        group = ParamGroup({**self.defaults, **given})
         # Every step is; torch, which reads this too, captures on CUDA only.
         group["capturable"] = any(p.is_cuda for p in group["params"])
         _check_differentiable(group["differentiable"])
@@ -166,7 +167,7 @@ class AdamW(Optimizer):
                     f"AdamW: parameter {i} of the group is in it twice; model.parameters() lists it once"
                 )
             seen.add(p)
-            if p.dtype not in DTYPES:
+            if not REAL.allow(p.dtype):
                 raise TypeError(
                     f"AdamW: parameter {i} is {p.dtype}; it takes float16, bfloat16, float32 and float64"
                 )
@@ -185,17 +186,16 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for i, plain in enumerate(self.param_groups):
-            if not isinstance(plain, _ParamGroup):
+            if not isinstance(plain, ParamGroup):
                 self.param_groups[i] = self._adopted(plain)
-        lots: list[tuple[Any, Group]] = [
-            (group, lot) for group in self.param_groups for lot in self._lots(group)
-        ]
-        if not lots:
+        groups: list[Any] = self.param_groups
+        found = [(group, lists) for group in groups for lists in group.lists(self.state, self._start)]
+        if not found:
             return loss
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        judged = self._judge([lot for _, lot in lots], scale, found_inf)
-        for group, lot in lots:
-            device = lot.params[0].device
+        judged = self._judge([lists.group.grads for _, lists in found], scale, found_inf)
+        for group, (lists, overlapping) in found:
+            device = lists.params.device
             beta1, beta2 = group["betas"]
             how = Hyper(
                 group.rate(device), beta1, beta2, group["eps"], group["weight_decay"], group["maximize"],
@@ -205,15 +205,19 @@ class AdamW(Optimizer):
             )  # fmt: skip
             if judged is not None and found_inf is None and not self.skip_nonfinite:
                 how = how._replace(found_inf=None)
-            update(lot, how, self.impl, overlapping=group.overlaps(lot.params))
+            take_step(lists, how, self.impl, overlapping=overlapping)
         return loss
 
-    def _judge(self, lots: list[Group], scale: Tensor | None, found_inf: Tensor | None) -> Guard | None:
+    def _judge(self, grads: list[Any], scale: Tensor | None, found_inf: Tensor | None) -> Guard | None:
         """The norm of all gradients and what follows from it, where anything does."""
         if self.max_grad_norm is None and not self.skip_nonfinite:
             return None
-        grads = [g for lot in lots for g in lot.grads]
-        devices = {g.device for g in grads}
+        if any(isinstance(group, ParamGroup) and group.sharded for group in self.param_groups):
+            raise ValueError(
+                "AdamW: max_grad_norm and skip_nonfinite see this rank's shards only; clip sharded "
+                "parameters with torch.nn.utils.clip_grad_norm_"
+            )
+        devices = {listed.device for listed in grads}
         if len(devices) > 1:
             raise ValueError(
                 f"AdamW: max_grad_norm and skip_nonfinite need all gradients on one device, got "
@@ -222,8 +226,11 @@ class AdamW(Optimizer):
         (device,) = devices
         if self.skipped is None or self.skipped.device != device:
             self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        by_dtype: dict[torch.dtype, list[TensorList]] = {}
+        for listed in grads:
+            by_dtype.setdefault(listed.meta.dtype, []).append(listed)
         judged = guard(
-            grads,
+            [TensorList.joined(lists) for lists in by_dtype.values()],
             self.max_grad_norm,
             self.skip_nonfinite,
             _at(found_inf, device),
@@ -232,53 +239,6 @@ class AdamW(Optimizer):
         )
         self.grad_norm = judged.norm
         return judged
-
-    def _lots(self, group: dict[str, Any]) -> list[Group]:
-        """The group's parameters that have gradients, in lots of one device and one set of dtypes."""
-        params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            return []
-        grads: list[Any] = [p.grad for p in params]
-        if {g.layout for g in grads} != {torch.strided}:
-            raise RuntimeError("AdamW does not support sparse gradients; use torch.optim.SparseAdam")
-        states = [self.state[p] for p in params]
-        if not all(states):
-            self._start([p for p, state in zip(params, states, strict=True) if not state])
-        columns = [
-            params,
-            grads,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [state["step"] for state in states],
-            [state.get("master", state.get("remainder")) for state in states],
-        ]
-        if not {type(p) for p in params} <= _PLAIN:
-            columns = self._local_shards(columns)
-        kinds = list(
-            zip(
-                [p.get_device() for p in params],
-                *[[None if t is None else t.dtype for t in columns[i]] for i in (0, 1, 2, 3, 5)],
-                strict=True,
-            )
-        )
-        lots = []
-        for kind in dict.fromkeys(kinds):
-            mine = columns
-            if kinds.count(kind) < len(kinds):
-                mine = [[t for t, k in zip(c, kinds, strict=True) if k == kind] for c in columns]
-            master = mine[5] if mine[5][0] is not None else None
-            lots.append(Group(mine[0], mine[1], mine[2], mine[3], mine[4], master))
-        return lots
-
-    def _local_shards(self, columns: list[list[Any]]) -> list[list[Any]]:
-        """This rank's shards of DTensors; other tensors as they are."""
-        sharded = any(hasattr(p, "to_local") for p in columns[0])
-        if sharded and (self.max_grad_norm is not None or self.skip_nonfinite):
-            raise ValueError(
-                "AdamW: max_grad_norm and skip_nonfinite see this rank's shards only; clip sharded "
-                "parameters with torch.nn.utils.clip_grad_norm_"
-            )
-        return [[t.to_local() if hasattr(t, "to_local") else t for t in column] for column in columns]
 
     def _start(self, params: list[Tensor]) -> None:
         """The state of parameters before their first step; a device's step counters share one allocation."""
@@ -408,65 +368,8 @@ class AdamW(Optimizer):
             group.update({key: self.defaults[key] for key in ("foreach", "differentiable", "fused")})
             group["decoupled_weight_decay"] = True
             group["capturable"] = any(p.is_cuda for p in group["params"])
-            if not isinstance(group, _ParamGroup):
-                self.param_groups[i] = _ParamGroup(group)
-
-
-class _ParamGroup(dict[str, Any]):
-    """A parameter group that mirrors its learning rate on each device, for captured graphs to read."""
-
-    mirrored = frozenset({"lr"})
-    """The numbers whose changes reach a captured graph."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.rates: dict[torch.device, Tensor] = {}
-        self.known: dict[tuple[torch.device, torch.dtype], tuple[list[int], bool]] = {}
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        if key == "lr":
-            for rate in self.__dict__.get("rates", {}).values():  # none yet while being unpickled
-                rate.fill_(value.reshape(()) if isinstance(value, Tensor) else value)
-
-    def update(self, *args: Any, **named: Any) -> None:
-        """As dict's, which would pass the mirror by."""
-        for key, value in dict(*args, **named).items():
-            self[key] = value
-
-    def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
-        self.update(other)
-        return self
-
-    def rate(self, device: torch.device) -> float | Tensor:
-        """The learning rate for an update on `device`: a number, or a scalar that later assignments reach."""
-        lr: float | Tensor = self["lr"]
-        if isinstance(lr, Tensor):
-            lr = lr.reshape(())
-            if lr.device == device:
-                return lr
-        if device.type != "cuda":
-            return float(lr)
-        if isinstance(lr, Tensor):
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"AdamW: changes of an lr on {lr.device} can't reach a CUDA graph; use a number, or a "
-                    f"tensor on {device}"
-                )
-            return float(lr) if lr.device.type == "cpu" else lr.to(device, non_blocking=True)
-        if device not in self.rates:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("AdamW: take one step outside CUDA graph capture before capturing one")
-            self.rates[device] = torch.full((), 0.0, dtype=torch.float64, device=device).fill_(lr)
-        return self.rates[device]
-
-    def overlaps(self, params: list[Tensor]) -> bool:
-        """Whether parameters share memory; found out anew when one has moved."""
-        kind = params[0].device, params[0].dtype
-        addresses = [p.data_ptr() for p in params]
-        if kind not in self.known or self.known[kind][0] != addresses:
-            self.known[kind] = addresses, overlap(params)
-        return self.known[kind][1]
+            if not isinstance(group, ParamGroup):
+                self.param_groups[i] = ParamGroup(group)
 
 
 def _check_differentiable(wanted: bool) -> None:

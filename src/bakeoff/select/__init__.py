@@ -9,6 +9,7 @@ from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.verdict import Trial, Verdict
 from bakeoff.select.declare.candidate import Candidate, Implementation
 from bakeoff.select.declare.case import Case, Cost, TensorMeta
+from bakeoff.select.declare.lists import ListMeta, TensorList
 from bakeoff.select.declare.op import Op
 from bakeoff.select.declare.registry import find_op, register, registry
 
@@ -18,7 +19,9 @@ __all__ = [
     "Cost",
     "Explanation",
     "Implementation",
+    "ListMeta",
     "Op",
+    "TensorList",
     "TensorMeta",
     "Trial",
     "TuneReport",

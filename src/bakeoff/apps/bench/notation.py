@@ -1,7 +1,8 @@
 """Cases as text, as keys write them: ``x=bf16[8192,4096]' weight=bf16[4096] eps=1e-05``.
 
 A prime marks a tensor whose gradient is needed; ``:strided`` and ``:other`` after the shape are the layout
-classes of `bakeoff.select.declare.key`.
+classes of `bakeoff.select.declare.key`. ``grads=fp32[148 tensors, 124000000]`` is a list of tensors with so
+many elements together.
 """
 
 import ast
@@ -11,14 +12,15 @@ import re
 import torch
 
 from bakeoff.errors import BakeoffError
-from bakeoff.select import Case, Op, TensorMeta
-from bakeoff.select.declare.key import REGIMES, layout
+from bakeoff.select import Case, ListMeta, Op, TensorMeta
+from bakeoff.select.declare.key import REGIMES, layout, list_text
 
 __all__ = ["NotationError", "read_case", "split_key", "write_case"]
 
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _LONG = {short: name for name, short in _SHORT.items()}
 _TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,\s*]*)\](?::(?P<layout>\w+))?(?P<grad>'?)")
+_LIST = re.compile(r"(?P<dtype>\w+)\[(?P<count>\d+) tensors, ?(?P<numel>\d+)\](?P<strided>:strided)?")
 _UNREADABLE = re.compile(r"\w+\[(?![\d,\s*]*\])")  # begins like a tensor, but isn't one
 _KEY = re.compile(rf"(?P<op>\w+)\((?P<arguments>.*)\) (?P<device>\w+) (?P<regime>{'|'.join(REGIMES)})")
 _ANY_ROWS = 1024  # stands for the * of a compiled region's key
@@ -33,7 +35,9 @@ def write_case(op: Op, case: Case) -> str:
     """The case's arguments as text that `read_case` reads; arguments that are None are left out."""
     parts = []
     for name, value in case.args.items():
-        if isinstance(value, TensorMeta):
+        if isinstance(value, ListMeta):
+            parts.append(f"{name}={list_text(value)}")
+        elif isinstance(value, TensorMeta):
             dtype = str(value.dtype).removeprefix("torch.")
             kind = layout(value, op.features.get(name, len(value.shape)))
             sizes = ",".join(map(str, value.shape))
@@ -55,7 +59,7 @@ def read_case(op: Op, arguments: list[str], device: str, *, grad: bool = False) 
         ValueError: shapes or values that don't fit.
     """
     parameters = inspect.signature(op.reference).parameters
-    given: dict[str, TensorMeta | int | float | bool | str | None] = {}
+    given: dict[str, TensorMeta | ListMeta | int | float | bool | str | None] = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if not equals:
@@ -77,7 +81,13 @@ def read_case(op: Op, arguments: list[str], device: str, *, grad: bool = False) 
     return case
 
 
-def _value(op: Op, name: str, text: str, grad: bool) -> TensorMeta | int | float | bool | str | None:
+def _value(
+    op: Op, name: str, text: str, grad: bool
+) -> TensorMeta | ListMeta | int | float | bool | str | None:
+    listed = _LIST.fullmatch(text)
+    if listed is not None:
+        contiguous = not listed["strided"]
+        return ListMeta(int(listed["count"]), int(listed["numel"]), _dtype(name, listed["dtype"]), contiguous)
     match = _TENSOR.fullmatch(text)
     if match is None and _UNREADABLE.match(text):
         raise NotationError(f"'{name}={text}' can't be read: write a tensor as {name}=bf16[8,40]")
@@ -89,11 +99,7 @@ def _value(op: Op, name: str, text: str, grad: bool) -> TensorMeta | int | float
         if value is not None and not isinstance(value, int | float | bool | str):
             raise NotationError(f"{name}={text!r} can't be read: {_FORM}")
         return value
-    dtype = getattr(torch, _LONG.get(match["dtype"], match["dtype"]), None)
-    if not isinstance(dtype, torch.dtype):
-        raise NotationError(
-            f"{name}: there is no dtype {match['dtype']!r}; use {', '.join(_LONG)} or torch's names"
-        )
+    dtype = _dtype(name, match["dtype"])
     sizes = match["shape"].replace("*", str(_ANY_ROWS)).split(",")
     shape = tuple(int(size) for size in sizes if size.strip())
     needs_grad = (grad or bool(match["grad"])) and (dtype.is_floating_point or dtype.is_complex)
@@ -102,6 +108,13 @@ def _value(op: Op, name: str, text: str, grad: bool) -> TensorMeta | int | float
     if kind not in ("dense", "strided", "other"):
         raise NotationError(f"{name}: there is no layout {kind!r}; use dense, strided or other")
     return _laid_out(meta, kind, op.features.get(name, 1))
+
+
+def _dtype(name: str, word: str) -> torch.dtype:
+    dtype = getattr(torch, _LONG.get(word, word), None)
+    if not isinstance(dtype, torch.dtype):
+        raise NotationError(f"{name}: there is no dtype {word!r}; use {', '.join(_LONG)} or torch's names")
+    return dtype
 
 
 def _laid_out(meta: TensorMeta, kind: str, features: int) -> TensorMeta:

@@ -315,7 +315,7 @@ def _times(timing: Timing | None, limit: float) -> dict[str, float | None]:
 
 
 def _row(cell: Cell, candidate: str, nbytes: int, flops: int, *, measure: str, **fields: Any) -> SelectionRow:
-    dtype = next(iter(cell.case.tensors.values())).dtype
+    dtype = next(iter(cell.case.data.values())).dtype
     return SelectionRow(
         op=cell.op.name,
         case=f"{measure}: {cell.case.name}",

@@ -337,7 +337,7 @@ def slug(device: str) -> str:
 
 
 def _place(cell: Cell, regime: str) -> dict[str, Any]:
-    dtype = next(iter(cell.case.tensors.values())).dtype
+    dtype = next(iter(cell.case.data.values())).dtype
     return {
         "op": cell.op.name,
         "case": cell.case.name,

@@ -6,7 +6,7 @@ import msgspec
 
 from bakeoff.apps.bench.exact import exact
 from bakeoff.apps.bench.notation import write_case
-from bakeoff.select import Case, Op, TensorMeta
+from bakeoff.select import Case, ListMeta, Op, TensorMeta
 from bakeoff.select.declare.key import layout, with_layout
 
 __all__ = ["Cell", "cells", "cpu_cases", "shrunk"]
@@ -62,9 +62,10 @@ def shrunk(op: Op, case: Case, elements: int) -> Case:
     longer ones no shorter. Where a single row is larger, one row is left.
     """
     bound = 1 << 30
-    while bound > 1 and max(meta.numel for meta in case.tensors.values()) > elements:
+    while bound > 1 and max(meta.numel for meta in case.data.values()) > elements:
         bound //= 2
         case = case.replace(**{name: _cut(op, name, meta, bound) for name, meta in case.tensors.items()})
+        case = case.replace(**{name: _cut_list(meta, bound) for name, meta in case.lists.items()})
         # A bucket drops what has no effect, such as the part of a filter beyond the sequence's length.
         kept = op.bucket(case).tensors
         case = case.replace(
@@ -72,6 +73,13 @@ def shrunk(op: Op, case: Case, elements: int) -> Case:
         )
     op.check(case)
     return case
+
+
+def _cut_list(meta: ListMeta, bound: int) -> ListMeta:
+    """At most `bound` tensors, of as many elements each as before, until they are fewer than that."""
+    count = min(meta.count, bound)
+    numel = min(meta.numel * count // meta.count, count * bound)
+    return ListMeta(count, numel, meta.dtype, meta.contiguous)
 
 
 def _cut(op: Op, name: str, meta: TensorMeta, bound: int) -> TensorMeta:

@@ -1,21 +1,21 @@
 """AdamW's step over a whole list of tensors, and the global norm of their gradients."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable, which imports all of torch._dynamo
 
-from bakeoff.ops.adamw.group import Group, Hyper
-from bakeoff.ops.adamw.op import NORM, OP, check, check_hyper, update_case
-from bakeoff.ops.adamw.run import DTYPES
-from bakeoff.ops.adamw.run import guard as _guard
-from bakeoff.ops.adamw.run import overlap as _overlap
-from bakeoff.ops.adamw.run import update as _update
+from bakeoff.ops.adamw.arguments import fitting, scalar
+from bakeoff.ops.adamw.group import Hyper
+from bakeoff.ops.adamw.op import NORM, OP, check_hyper
+from bakeoff.ops.adamw.update import guard, overlap, take_step
+from bakeoff.select.declare.lists import as_list
 
 __all__ = ["NORM", "OP", "adamw_", "global_norm"]
 
 
+@_disable_dynamo
 @torch.no_grad()
 def adamw_(
     params: Sequence[Tensor],
@@ -79,20 +79,19 @@ def adamw_(
         (tensor([0.9000, 0.9000, 0.9000]), tensor(1.))
     """
     check_hyper(lr, beta1, beta2, eps, weight_decay)
-    steps = list(step) if isinstance(step, Sequence) else [step]
-    wider = None if master is None else list(master)
-    group = Group(list(params), list(grads), list(exp_avg), list(exp_avg_sq), steps, wider)
-    if not group.params:
+    if not len(params):
         return
-    group = _checked(group)
-    device = group.params[0].device
+    counts = step if isinstance(step, Sequence) else [step]
+    group = fitting(params, grads, exp_avg, exp_avg_sq, counts, master)
+    lr = scalar("lr", lr, group.params[0].device) if isinstance(lr, Tensor) else lr
     given = {"clip_coef": clip_coef, "found_inf": found_inf, "grad_scale": grad_scale, "lr_mult": lr_mult}
-    scalars = [None if value is None else _scalar(name, value, device) for name, value in given.items()]
-    rate = _scalar("lr", lr, device) if isinstance(lr, Tensor) else lr
-    how = Hyper(rate, beta1, beta2, eps, weight_decay, False, *scalars)
-    _update(group, how, impl, overlapping=_overlap(group.params))
+    device = group.params[0].device
+    scalars = [None if value is None else scalar(name, value, device) for name, value in given.items()]
+    how = Hyper(lr, beta1, beta2, eps, weight_decay, False, *scalars)
+    take_step(group, how, impl, overlapping=overlap(group.params))
 
 
+@_disable_dynamo
 @torch.no_grad()
 def global_norm(grads: Sequence[Tensor], *, impl: str | None = None) -> Tensor:
     """The 2-norm of all gradients together: sqrt(sum of g^2), summed in a fixed order.
@@ -115,96 +114,6 @@ def global_norm(grads: Sequence[Tensor], *, impl: str | None = None) -> Tensor:
         >>> global_norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
         tensor(5.)
     """
-    listed = list(grads)
-    if not listed:
+    if not len(grads):
         raise ValueError("global_norm: no gradients given")
-    _alike("global_norm", "grads", listed)
-    return _guard(listed, None, False, None, None, None, impl).norm
-
-
-def _checked(group: Group) -> Group:
-    """The group with counters that have no dimensions; raises for lists that don't fit."""
-    columns = {"grads": group.grads, "exp_avg": group.exp_avg, "exp_avg_sq": group.exp_avg_sq}
-    if group.master is not None:
-        columns["master"] = group.master
-    count = len(group.params)
-    _alike("adamw_", "params", group.params)
-    _apart("params", group.params)
-    device = group.params[0].device
-    for name, column in columns.items():
-        if len(column) != count:
-            raise ValueError(
-                f"adamw_: {len(column)} tensors in {name}, expected one for each of {count} parameters"
-            )
-        _alike("adamw_", name, column)
-        if name != "grads":
-            _apart(name, column)
-        if column[0].device != device:
-            raise ValueError(f"adamw_: {name} is on {column[0].device}, the parameters on {device}")
-        for i, (tensor, param) in enumerate(zip(column, group.params, strict=True)):
-            if tensor.shape != param.shape:
-                raise ValueError(
-                    f"adamw_: {name}[{i}] has shape {tuple(tensor.shape)}, "
-                    f"expected its parameter's, {tuple(param.shape)}"
-                )
-    if len(group.steps) not in (1, count):
-        raise ValueError(f"adamw_: {len(group.steps)} steps; pass one for all parameters, or {count}")
-    steps = [_scalar("step", step, device, torch.float32) for step in group.steps]
-    if len({step.data_ptr() for step in steps}) < len(steps):
-        raise ValueError(
-            "adamw_: step lists a counter twice, which would advance it twice; pass one for all parameters, "
-            "or one for each"
-        )
-    if group.exp_avg[0].dtype != group.exp_avg_sq[0].dtype:
-        raise TypeError(
-            f"adamw_: exp_avg is {group.exp_avg[0].dtype} and exp_avg_sq {group.exp_avg_sq[0].dtype}; "
-            f"use one dtype for both"
-        )
-    wider = None if group.master is None else group.master[0].dtype
-    first = group.params[0]
-    check(update_case(1, 1, first.device, first.dtype, group.grads[0].dtype, group.exp_avg[0].dtype, wider))
-    return group._replace(steps=steps)
-
-
-def _alike(op: str, name: str, tensors: list[Tensor]) -> None:
-    """Tensors with one device, one dtype, dense storage."""
-    first = tensors[0]
-    for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{op}: {name}[{i}] is {type(tensor).__name__}, not a tensor; leave what has no gradient out"
-            )
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{op}: {name}[{i}] is sparse; make it dense with .to_dense()")
-        if tensor.dtype != first.dtype or tensor.device != first.device:
-            raise ValueError(
-                f"{op}: {name}[{i}] is {tensor.dtype} on {tensor.device}, the first is {first.dtype} on "
-                f"{first.device}; make one call for each dtype and device"
-            )
-    if name != "master" and first.dtype not in DTYPES:
-        raise TypeError(
-            f"{op}: {name} are {first.dtype}; it takes real floating point tensors of float16, bfloat16, "
-            f"float32 or float64"
-        )
-
-
-def _apart(name: str, tensors: list[Tensor]) -> None:
-    """Raises for a tensor whose elements share memory, as an expanded one's do: it can't be updated."""
-    for i, tensor in enumerate(tensors):
-        spread = zip(tensor.stride(), tensor.shape, strict=True)
-        if not tensor.is_contiguous() and any(step == 0 and size > 1 for step, size in spread):
-            raise ValueError(f"adamw_: {name}[{i}] is expanded: its elements share memory; pass a .clone()")
-
-
-def _scalar(name: str, value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor `value`, of one element, without dimensions and in the same memory."""
-    kind = "scalar" if dtype is None else f"{str(dtype).removeprefix('torch.')} scalar"
-    fix = f"torch.full((), value, dtype=torch.float32, device='{device}') makes one"
-    if not isinstance(value, Tensor):
-        raise TypeError(f"adamw_: {name} must be a {kind} tensor on {device}, got {value!r}; {fix}")
-    if value.numel() != 1 or value.device != device or value.dtype != (dtype or value.dtype):
-        raise ValueError(
-            f"adamw_: {name} must be a {kind} on {device}, got {value.dtype} {tuple(value.shape)} on "
-            f"{value.device}; {fix}"
-        )
-    return value.reshape(())
+    return guard([as_list(list(grads), "global_norm: grads")], impl=impl).norm

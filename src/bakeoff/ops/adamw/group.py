@@ -1,12 +1,13 @@
 """What one update works on: a group's tensors, its settings, and weights kept wider than parameters."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Group", "Guard", "Hyper", "factor_of", "join", "log_beta", "rate_of", "split"]
+__all__ = ["Group", "Guard", "Hyper", "factor_of", "grouped", "join", "log_beta", "rate_of", "split"]
 
 
 class Group(NamedTuple):
@@ -16,7 +17,7 @@ class Group(NamedTuple):
     grads: list[Tensor]
     exp_avg: list[Tensor]
     exp_avg_sq: list[Tensor]
-    steps: list[Tensor]
+    step: list[Tensor]
     """Steps taken so far, float32 scalars: one for each tensor, or a single one for all."""
     master: list[Tensor] | None = None
     """Weights wider than the parameters: float32, or the int16 remainders of bfloat16 ones (`split`)."""
@@ -43,6 +44,11 @@ class Guard(NamedTuple):
     norm: Tensor
     clip_coef: Tensor
     found_inf: Tensor
+
+
+def grouped(args: Sequence[Any]) -> tuple[Group, Hyper]:
+    """The arguments of adamw_ as implementations get them, which are those of `Group` and then of `Hyper`."""
+    return Group(*args[:6]), Hyper(*args[6:])
 
 
 def rate_of(how: Hyper) -> float | Tensor:

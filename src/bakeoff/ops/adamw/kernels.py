@@ -1,27 +1,16 @@
-"""adamw_ and global_norm in Triton: kernels over all tensors of a group at once, their tilings and launches.
+"""adamw_ and global_norm in Triton: kernels over all tensors of a group at once, and their tilings.
 
 A program takes a chunk of one tensor: it looks the tensor up in a pointer table (`bakeoff.ops.adamw.tables`).
 Whole blocks of 16-byte aligned tensors are read and written unmasked, 16 bytes a thread; the rest of a chunk,
 and tensors that lie at odd addresses, take a masked loop in the same kernel.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from bakeoff.launch import Launcher
-from bakeoff.ops.adamw.group import Group, Guard, Hyper, log_beta
-from bakeoff.ops.adamw.tables import Table, table_for
-
-__all__ = ["Tiling", "guard", "norm", "update"]
-
-_SHARED = 4  # floats at the start of `constants`: gradient factor, whether to skip, decay, unused
+__all__ = ["NormTiling", "Tiling", "norm_tilings", "tilings"]
 
 
 @triton.jit(do_not_specialize=["source", "count"])
@@ -237,110 +226,44 @@ def _update(
         )  # fmt: skip
 
 
-_launch_fetch = Launcher(_fetch)
-_launch_sum_squares = Launcher(_sum_squares)
-_launch_judge = Launcher(_judge)
-_launch_prepare = Launcher(_prepare)
-_launch_update = Launcher(_update)
-
-_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-_tables: OrderedDict[object, Table] = OrderedDict()
-
-
 class Tiling(NamedTuple):
-    """How tensors are cut: programs take chunks, and walk them in blocks."""
+    """How tensors are cut: a program takes a chunk, and walks it in blocks."""
 
     chunk: int
     block: int
     warps: int
-    programs: int = 0
-    """Programs for each multiprocessor that walk the chunks together; 0 for one program a chunk."""
 
 
-# By the moments' bytes; chosen among some fifteen tilings on an H100, whose rows are still to be committed.
-UPDATE = {4: Tiling(2048, 2048, 8), 2: Tiling(1024, 1024, 4)}
-NORM = Tiling(8192, 4096, 8, 8)
-PREPARE_BLOCK = 256
-FETCH_BLOCK = 1024
-JUDGE_BLOCK = 1024
+class NormTiling(NamedTuple):
+    """How tensors are cut: programs walk chunks together, in blocks."""
+
+    chunk: int
+    block: int
+    warps: int
+    programs: int
+    """Programs for each multiprocessor."""
 
 
-def fetch(source: int, target: Tensor) -> None:
-    """Copies from an address in pinned memory to an int32 `target`, by a kernel."""
-    count = target.numel()
-    _launch_fetch((-(-count // FETCH_BLOCK), 1, 1), target, source, count, BLOCK=FETCH_BLOCK, num_warps=4)
+def tilings(bytes_of_a_moment: int) -> list[Tiling]:
+    """Tilings of `_update`, the default first: 8 elements a thread, in one block a program, so that as many
+    loads are in flight as registers hold; more threads where elements are wide."""
+    first = Tiling(2048, 2048, 8) if bytes_of_a_moment == 4 else Tiling(1024, 1024, 4)
+    chunks = (2048, 1024, 4096, 8192, 512)
+    forms = ((2048, 8), (1024, 4), (1024, 8), (512, 4), (2048, 4))
+    others = [Tiling(chunk, block, warps) for chunk in chunks for block, warps in forms if block <= chunk]
+    return list(dict.fromkeys([first, *others]))[:16]
 
 
-def update(group: Group, how: Hyper, tiling: Tiling | None = None) -> None:
-    """Takes one AdamW step in two launches, whatever the number of tensors."""
-    tiling = tiling or UPDATE[group.exp_avg[0].element_size()]
-    params, steps = group.params, group.steps
-    device = params[0].device
-    n, each = len(params), len(steps) > 1
-    table = table_for(params, tiling.chunk, device, _tables, fetch)
-    columns = [params, group.grads, steps if len(steps) == n else steps * n, group.exp_avg, group.exp_avg_sq]
-    kind = None
-    if group.master is not None:
-        columns.append(group.master)
-        kind = "remainder" if group.master[0].dtype == torch.int16 else "float32"
-    rows = table.rows(*columns)
-    constants = torch.empty(_SHARED + 2 * len(steps), dtype=torch.float32, device=device)
-    lr_at, lr = (how.lr, 0.0) if isinstance(how.lr, Tensor) else (None, float(how.lr))
-    _launch_prepare(
-        (-(-len(steps) // PREPARE_BLOCK), 1, 1), rows, constants,
-        lr_at, how.lr_mult, how.clip_coef, how.found_inf, how.grad_scale,
-        n, len(steps), lr, float(how.weight_decay), log_beta(how.beta1), log_beta(how.beta2),
-        -1.0 if how.maximize else 1.0, BLOCK=PREPARE_BLOCK, num_warps=4,
-    )  # fmt: skip
-    if table.count == 0:
-        return
-    _launch_update(
-        (table.count, 1, 1), rows, table.chunks, constants,
-        n, 1.0 - how.beta1, float(how.beta2), 1.0 - how.beta2, float(how.eps),
-        PARAM=tl.int16 if kind == "remainder" else _DTYPES[params[0].dtype],
-        GRAD=_DTYPES[group.grads[0].dtype], STATE=_DTYPES[group.exp_avg[0].dtype],
-        MASTER=kind, EACH=int(each), CHUNK=tiling.chunk, BLOCK=tiling.block, num_warps=tiling.warps,
-    )  # fmt: skip
-
-
-def guard(
-    grads: Sequence[Tensor],
-    max_norm: float | None,
-    skip_nonfinite: bool,
-    found_inf: Tensor | None,
-    grad_scale: Tensor | None,
-    skipped: Tensor | None,
-    tiling: Tiling = NORM,
-) -> Guard:
-    """Judges gradients of one device by their global norm, in a launch for each dtype and one more."""
-    device = grads[0].device
-    programs = tiling.programs * _multiprocessors(device.index if device.type == "cuda" else -1)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for grad in grads:
-        by_dtype.setdefault(grad.dtype, []).append(grad)
-    partial = torch.empty((len(by_dtype), programs), dtype=torch.float32, device=device)
-    for part, (dtype, members) in zip(partial, by_dtype.items(), strict=True):
-        table = table_for(members, tiling.chunk, device, _tables, fetch)
-        _launch_sum_squares(
-            (programs, 1, 1), table.rows(members), table.chunks, part, len(members), table.count,
-            GRAD=_DTYPES[dtype], CHUNK=tiling.chunk, BLOCK=tiling.block, num_warps=tiling.warps,
-        )  # fmt: skip
-    verdict = torch.empty((3, 4), dtype=torch.float32, device=device)  # rows of 16 bytes: aligned scalars
-    _launch_judge(
-        (1, 1, 1), partial, verdict, skipped, found_inf, grad_scale,
-        partial.numel(), 0.0 if max_norm is None else float(max_norm),
-        CLIP=max_norm is not None, SKIP=bool(skip_nonfinite), BLOCK=JUDGE_BLOCK, num_warps=4,
-    )  # fmt: skip
-    return Guard(verdict[0, 0], verdict[1, 0], verdict[2, 0])
-
-
-def norm(grads: Sequence[Tensor]) -> Tensor:
-    """The gradients' global norm, float32 on their device, in two launches."""
-    return guard(grads, None, False, None, None, None).norm
-
-
-@lru_cache
-def _multiprocessors(device: int) -> int:
-    if device < 0:  # the interpreter
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def norm_tilings() -> list[NormTiling]:
+    """Tilings of `_sum_squares`, the default first: 16 elements a thread and as many threads as fit at
+    once."""
+    forms = (
+        (8192, 4096, 8),
+        (8192, 2048, 4),
+        (4096, 2048, 8),
+        (16384, 4096, 8),
+        (8192, 2048, 8),
+        (4096, 1024, 4),
+    )
+    most = [NormTiling(chunk, block, warps, 64 // warps) for chunk, block, warps in forms]
+    return [*most, *[tiling._replace(programs=tiling.programs // 2) for tiling in most[:4]]]

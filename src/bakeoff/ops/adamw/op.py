@@ -1,12 +1,7 @@
-"""The declarations of adamw_ and global_norm.
-
-Both take lists of tensors, and selection knows tensors. So a group's case is its summary: N tensors of D
-elements each, with the group's number of tensors and total, its dtypes and flags. Contests run on exactly
-that, stacked as [N, D] and without side effects; a group then runs the winner's list form.
-"""
+"""The declarations of adamw_ and global_norm: their candidates, cost, cases and checks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,77 +9,31 @@ from torch import Tensor
 
 from bakeoff.kernels.counter import launches
 from bakeoff.ops.adamw import plain
-from bakeoff.ops.adamw.group import Group, Guard, Hyper, join
 from bakeoff.ops.adamw.reference import adamw as reference
 from bakeoff.ops.adamw.reference import global_norm as norm_reference
-from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.ops.adamw.reference import weights_of
+from bakeoff.select import Candidate, Case, Cost, Implementation, ListMeta, Op, TensorMeta, register
+from bakeoff.select.declare.abilities import NATIVE, needs_native
+from bakeoff.select.declare.arguments import Arguments, Dtypes, Tensors
 from bakeoff.select.declare.compiled import compiler_missing
-from bakeoff.select.declare.key import round_rows
+from bakeoff.select.declare.key import round_list
 
-__all__ = ["NORM", "OP", "Norm", "Stacked", "norm_case", "update_case"]
+__all__ = ["NORM", "OP", "REAL", "check_hyper", "check_lists", "norm_case", "update_case"]
 
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_COMPILED = 512
-
-
-class Stacked:
-    """A list implementation (`update`) that can also be called as the contest's op, on stacked copies."""
-
-    def __init__(self, update: Callable[[Group, Hyper], None]) -> None:
-        self.update = update
-
-    def __call__(
-        self,
-        param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, master: Any, clip_coef: Any, found_inf: Any,
-        lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-        shared: bool | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        del shared
-        group = _group(param, grad, exp_avg, exp_avg_sq, master, step)
-        self.update(group, Hyper(lr, beta1, beta2, eps, weight_decay, False, clip_coef, found_inf))
-        outputs = [torch.stack(column) for column in (group.params, group.exp_avg, group.exp_avg_sq)]
-        if group.master is not None:
-            wide = torch.stack(group.master)
-            outputs.append(join(outputs[0], wide) if wide.dtype == torch.int16 else wide)
-        return tuple(outputs)
-
-
-def _group(param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, master: Any, step: int) -> Group:
-    """Copies of the rows of stacked tensors as a group."""
-    steps = [torch.full((), float(step), dtype=torch.float32, device=param.device)]
-    wide = None if master is None else _rows(master)
-    return Group(_rows(param), _rows(grad), _rows(exp_avg), _rows(exp_avg_sq), steps, wide)
-
-
-def _rows(stacked: Tensor) -> list[Tensor]:
-    """Each row in memory of its own, aligned as a model's tensors are."""
-    return [row.clone() for row in stacked.unbind(0)]
-
-
-def prepare(call: Any, args: Sequence[Any]) -> Callable[[], None]:
-    """One step after the other on the same group, in place, as an optimizer calls it."""
-    param, grad, exp_avg, exp_avg_sq, master, clip_coef, found_inf = args[:7]
-    lr, beta1, beta2, eps, weight_decay, step, _ = args[7:]
-    group = _group(param, grad, exp_avg, exp_avg_sq, master, step)
-    how = Hyper(lr, beta1, beta2, eps, weight_decay, False, clip_coef, found_inf)
-    return lambda: call.update(group, how)
-
-
-class Norm:
-    """A list implementation of the norm and its `guard`, callable as the contest's op."""
-
-    def __init__(self, norm: Callable[[Sequence[Tensor]], Tensor], guard: Callable[..., Guard]) -> None:
-        self.norm, self.guard = norm, guard
-
-    def __call__(self, grad: Any) -> Tensor:
-        return self.norm(list(grad.unbind(0))).reshape(1)
-
-
-def prepare_norm(call: Any, args: Sequence[Any]) -> Callable[[], Tensor]:
-    """The norm of a list that is there already."""
-    grads = _rows(args[0])
-    found: Callable[[Sequence[Tensor]], Tensor] = call.norm
-    return lambda: found(grads)
+_SCALAR = TensorMeta.dense((), torch.float32)
+_DEFAULTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "maximize": False}
+_NO_LIMITS = {
+    "max_norm": None, "skip_nonfinite": False, "found_inf": None, "grad_scale": None, "skipped": None,
+}  # fmt: skip
+REAL = Dtypes(
+    lambda dtype: dtype in (*NATIVE, torch.float64),
+    "it takes real floating point tensors of float16, bfloat16, float32 or float64",
+)
+"""What parameters, gradients and moments may be."""
+_WIDER = Dtypes(
+    lambda dtype: dtype in (torch.int16, torch.float32), "it must be float32, or int16 remainders"
+)
 
 
 def update_case(
@@ -97,58 +46,71 @@ def update_case(
     master: torch.dtype | None = None,
     scaled: bool = False,
     guarded: bool = False,
-    shared: bool = False,
     name: str = "",
 ) -> Case:
     """The case of a group: its number of tensors and elements, its dtypes, whether a device scalar scales
-    gradients, whether one may skip the step, and whether tensors share memory."""
-    shape = (max(tensors, 1), -(-numel // max(tensors, 1)))
-    scalar = TensorMeta.dense((), torch.float32)
+    gradients, and whether one may skip the step."""
+
+    def listed(kind: torch.dtype | None) -> ListMeta:
+        return ListMeta(tensors, numel, kind or dtype)
+
     args: dict[str, Any] = {
-        "param": TensorMeta.dense(shape, dtype),
-        "grad": TensorMeta.dense(shape, grad or dtype),
-        "exp_avg": TensorMeta.dense(shape, state or dtype),
-        "exp_avg_sq": TensorMeta.dense(shape, state or dtype),
-        "master": None if master is None else TensorMeta.dense(shape, master),
-        "clip_coef": scalar if scaled else None,
-        "found_inf": scalar if guarded else None,
-        "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "step": 10,
-        "shared": True if shared else None,
+        "params": listed(dtype), "grads": listed(grad), "exp_avg": listed(state), "exp_avg_sq": listed(state),
+        "step": ListMeta(tensors, tensors, torch.float32),
+        "master": None if master is None else listed(master),
+        **_DEFAULTS,
+        "clip_coef": _SCALAR if scaled else None, "found_inf": _SCALAR if guarded else None,
+        "grad_scale": None, "lr_mult": None,
     }  # fmt: skip
     return Case(args, str(device), name)
 
 
 def norm_case(tensors: int, numel: int, device: Any, dtype: torch.dtype, name: str = "") -> Case:
     """The case of a list of gradients."""
-    shape = (max(tensors, 1), -(-numel // max(tensors, 1)))
-    return Case({"grad": TensorMeta.dense(shape, dtype)}, str(device), name)
+    return Case({"grads": ListMeta(tensors, numel, dtype), **_NO_LIMITS}, str(device), name)
 
 
 def check(case: Case) -> None:
     """Raises ValueError or TypeError, with the fix, when the arguments don't make sense."""
-    for name in ("param", "grad", "exp_avg", "exp_avg_sq"):
-        value = case.args[name]
-        if not isinstance(value, TensorMeta) or not value.dtype.is_floating_point:
-            raise TypeError(f"adamw_: {name} must be a real floating point tensor, got {value!r}")
-        if value.shape != case.param.shape:
-            raise ValueError(
-                f"adamw_: {name} has shape {value.shape}, expected the parameter's, {case.param.shape}"
-            )
-    master = case.master
-    if master is not None:
-        if master.shape != case.param.shape:
-            raise ValueError(f"adamw_: master has shape {master.shape}, expected {case.param.shape}")
-        if master.dtype == torch.int16 and case.param.dtype != torch.bfloat16:
-            raise TypeError(f"adamw_: int16 remainders extend bfloat16 parameters, not {case.param.dtype}")
-        if master.dtype not in (torch.int16, torch.float32):
-            raise TypeError(f"adamw_: master is {master.dtype}; it must be float32, or int16 remainders")
+    check_lists(case)
     check_hyper(case.lr, case.beta1, case.beta2, case.eps, case.weight_decay)
+
+
+def _fit(case: Case) -> None:
+    """What concerns several lists."""
+    if case.exp_avg.dtype != case.exp_avg_sq.dtype:
+        raise TypeError(
+            f"adamw_: exp_avg is {case.exp_avg.dtype} and exp_avg_sq {case.exp_avg_sq.dtype}; use one dtype "
+            f"for both"
+        )
+    if not isinstance(case.step, ListMeta) or case.step.dtype != torch.float32:
+        raise TypeError(f"adamw_: step must be a list of float32 scalar tensors, got {case.said('step')}")
+    if case.step.count not in (1, case.params.count) or case.step.numel != case.step.count:
+        raise ValueError(
+            f"adamw_: {case.step.count} steps; pass one for all parameters, or {case.params.count}"
+        )
+    if case.master is not None and case.master.dtype == torch.int16 and case.params.dtype != torch.bfloat16:
+        raise TypeError(f"adamw_: int16 remainders extend bfloat16 parameters, not {case.params.dtype}")
+
+
+check_lists = Arguments(
+    "adamw_",
+    {
+        "params": Tensors(REAL),
+        "grads": Tensors(REAL, like="params"),
+        "exp_avg": Tensors(REAL, like="params"),
+        "exp_avg_sq": Tensors(REAL, like="params"),
+        "master": Tensors(_WIDER, like="params", optional=True),
+    },
+    _fit,
+)
 
 
 def check_hyper(lr: Any, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
     """Raises ValueError for a setting outside its range; a tensor `lr` is not read."""
+    lr = 0.0 if isinstance(lr, Tensor | TensorMeta) else lr
     for name, value, top in (
-        ("lr", 0.0 if isinstance(lr, Tensor) else lr, math.inf), ("beta1", beta1, 1.0), ("beta2", beta2, 1.0),
+        ("lr", lr, math.inf), ("beta1", beta1, 1.0), ("beta2", beta2, 1.0),
         ("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf),
     ):  # fmt: skip
         if not isinstance(value, int | float) or not 0.0 <= value < top:
@@ -158,22 +120,28 @@ def check_hyper(lr: Any, beta1: float, beta2: float, eps: float, weight_decay: f
 
 
 def bucket(case: Case) -> Case:
-    """Tensors and elements of each rounded up, settings at their defaults."""
-    shape = tuple(round_rows(n) for n in case.param.shape)
-    plainest = {
-        name: TensorMeta.dense(shape if meta.shape else (), meta.dtype) for name, meta in case.tensors.items()
-    }
-    settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "step": 10}
-    return case.replace(**plainest, **settings)
+    """Tensors and elements rounded up, a counter each, settings at their defaults."""
+    lists = {name: round_list(meta) for name, meta in case.lists.items()}
+    count = lists["params"].count
+    lists["step"] = ListMeta(count, count, torch.float32)
+    scaled = case.clip_coef is not None or case.grad_scale is not None
+    return case.replace(
+        **lists,
+        **_DEFAULTS,
+        clip_coef=_SCALAR if scaled else None,
+        found_inf=None if case.found_inf is None else _SCALAR,
+        grad_scale=None,
+        lr_mult=None,
+    )
 
 
 def cost(case: Case) -> Cost:
     """Gradients read once, all else read and written: 28 bytes a float32 parameter."""
-    written = [case.param, case.exp_avg, case.exp_avg_sq, *([case.master] if case.master is not None else [])]
-    moved = case.grad.nbytes + sum(2 * meta.nbytes for meta in written)
+    written = [case.params, case.exp_avg, case.exp_avg_sq, *([] if case.master is None else [case.master])]
+    moved = case.grads.nbytes + sum(2 * meta.nbytes for meta in written)
     if case.master is not None and case.master.dtype == torch.float32:
-        moved -= case.param.nbytes  # a parameter with a float32 master is only written
-    return Cost(moved, 15 * case.param.numel)
+        moved -= case.params.nbytes  # a parameter with a float32 master is only written
+    return Cost(moved, 15 * case.params.numel)
 
 
 def cases() -> list[Case]:
@@ -195,14 +163,22 @@ def cases() -> list[Case]:
 
 
 def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> Any:
-    """Squares for exp_avg_sq, a coefficient that clips, no reason to skip, any remainder."""
+    """Squares for exp_avg_sq, counts, a coefficient that clips, no reason to skip, any remainder."""
     device = generator.device
+    values = {
+        "clip_coef": 0.37,
+        "found_inf": 0.0,
+        "grad_scale": 4.0,
+        "lr_mult": 0.5,
+        "lr": 1e-3,
+        "skipped": 5,
+    }
+    if name in values:
+        return torch.full(meta.shape, values[name], dtype=meta.dtype, device=device)
     if name == "exp_avg_sq":
         return torch.randn(meta.shape, generator=generator, device=device, dtype=torch.float32).square()
-    if name == "clip_coef":
-        return torch.full(meta.shape, 0.37, device=device)
-    if name == "found_inf":
-        return torch.zeros(meta.shape, device=device)
+    if name == "step":
+        return torch.randint(0, 50, meta.shape, generator=generator, device=device).float()
     if meta.dtype == torch.int16:
         return torch.randint(
             -(2**15), 2**15, meta.shape, generator=generator, device=device, dtype=torch.int16
@@ -210,62 +186,64 @@ def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> Any:
     return None
 
 
-def _one_after_another(case: Case) -> str | None:
-    return "tensors share memory, so their updates must run one after another" if case.shared else None
-
-
 def foreach_supports(case: Case) -> str | None:
     """Why foreach can't take `case`, or None."""
     if case.found_inf is not None:
         return "PyTorch's foreach functions have no select, so they can't skip a step without the host"
-    return _one_after_another(case)
+    return None
 
 
 def fused_supports(case: Case) -> str | None:
     """Why torch._fused_adamw_ can't take `case`, or None."""
-    kinds = {case.exp_avg.dtype, case.grad.dtype, case.param.dtype}
+    kinds = {case.exp_avg.dtype, case.grads.dtype, case.params.dtype}
     if case.master is not None:
         kinds = {case.exp_avg.dtype, torch.float32}
     if len(kinds) > 1:
         return "PyTorch's fused kernel wants one dtype for weights, gradients and moments"
-    return _one_after_another(case)
+    return None
 
 
 def compiled_supports(case: Case) -> str | None:
     """Why torch.compile can't take `case`, or None."""
-    if case.param.shape[0] > _MOST_COMPILED:
+    if case.params.count > _MOST_COMPILED:
         return f"compiles for minutes beyond {_MOST_COMPILED} tensors"
     return foreach_supports(case) or compiler_missing(case)
 
 
 def triton_supports(case: Case) -> str | None:
     """Why the Triton kernels can't take `case`, or None."""
-    if not case.device.startswith("cuda"):
-        return f"runs on CUDA, not on {case.device}"
-    for name, meta in case.tensors.items():
-        if meta.dtype not in _KERNEL_DTYPES and name != "master":
-            return f"computes in float32: takes float16, bfloat16 and float32, not a {meta.dtype} {name}"
-    return _one_after_another(case) if "shared" in case.args else None
+    scalars = ("lr", "clip_coef", "found_inf", "grad_scale", "lr_mult", "skipped")
+    return needs_native(case, besides=("master", *scalars))
 
 
 def heuristic(case: Case, regime: str) -> str:
     """Ours on CUDA; else PyTorch's fused kernel where it can, else the loop."""
     del regime
-    if triton_supports(case) is None:
+    if case.device.startswith("cuda") and triton_supports(case) is None:
         return "triton"
     return "loop" if fused_supports(case) else "fused"
 
 
-def _triton() -> Implementation:
-    from bakeoff.ops.adamw.kernels import update
+def norm_heuristic(case: Case, regime: str) -> str:
+    """Ours on CUDA, else PyTorch's foreach functions."""
+    del regime
+    return "triton" if case.device.startswith("cuda") and triton_supports(case) is None else "eager"
 
-    return Stacked(update)
+
+def _weights(args: Any) -> list[Tensor]:
+    return weights_of(args["params"], args["master"])
+
+
+def _triton() -> Implementation:
+    from bakeoff.ops.adamw.triton import update
+
+    return update
 
 
 def _norm_triton() -> Implementation:
-    from bakeoff.ops.adamw.kernels import guard, norm
+    from bakeoff.ops.adamw.triton import norm
 
-    return Norm(norm, guard)
+    return norm
 
 
 def _kernels(load: Callable[[], Implementation]) -> Candidate:
@@ -276,6 +254,7 @@ def _kernels(load: Callable[[], Implementation]) -> Candidate:
         requires=("triton",),
         has_backward=False,
         traceable=False,
+        needs_warmup=True,  # addresses are written to memory that must be there before a capture
         launches=launches,
     )
 
@@ -290,10 +269,10 @@ OP = Op(
     name="adamw_",
     reference=reference,
     candidates=(
-        _torch("loop", Stacked(plain.loop)),
-        _torch("foreach", Stacked(plain.foreach), foreach_supports),
-        _torch("fused", Stacked(plain.fused), fused_supports),
-        _torch("compiled", Stacked(plain.compiled), compiled_supports),
+        _torch("loop", plain.loop),
+        _torch("foreach", plain.foreach, foreach_supports),
+        _torch("fused", plain.fused, fused_supports),
+        _torch("compiled", plain.compiled, compiled_supports),
         _kernels(_triton),
     ),
     check=check,
@@ -301,34 +280,33 @@ OP = Op(
     cost=cost,
     cases=cases,
     heuristic=heuristic,
-    features=dict.fromkeys(("param", "grad", "exp_avg", "exp_avg_sq", "master"), 0),
-    batched=frozenset({"param", "grad", "exp_avg", "exp_avg_sq", "master"}),
+    features={},
+    batched=frozenset({"params", "grads", "exp_avg", "exp_avg_sq", "step", "master"}),
+    settings=frozenset(_DEFAULTS),
+    mutates=("params", "exp_avg", "exp_avg_sq", "step", "master"),
+    stands_for={"master": _weights},
     draw=draw,
-    prepare=prepare,
     home="bakeoff.ops.adamw.op:OP",
 )
 
 NORM = Op(
     name="global_norm",
     reference=norm_reference,
-    candidates=(
-        _torch("eager", Norm(plain.norm, plain.guard)),
-        _kernels(_norm_triton),
-    ),
-    check=lambda case: None,
-    bucket=lambda case: case.replace(
-        grad=TensorMeta.dense([round_rows(n) for n in case.grad.shape], case.grad.dtype)
-    ),
-    cost=lambda case: Cost(case.grad.nbytes, 2 * case.grad.numel),
+    candidates=(_torch("eager", plain.norm), _kernels(_norm_triton)),
+    check=Arguments("global_norm", {"grads": Tensors(REAL)}),
+    bucket=lambda case: case.replace(grads=round_list(case.grads), **_NO_LIMITS),
+    cost=lambda case: Cost(case.grads.nbytes, 2 * case.grads.numel),
     cases=lambda: [
         norm_case(148, 124_000_000, "cuda", torch.float32, "124M fp32"),
         norm_case(148, 124_000_000, "cuda", torch.bfloat16, "124M bf16"),
         norm_case(10_000, 640_000, "cuda", torch.float32, "10,000 tiny fp32"),
     ],
-    heuristic=lambda case, regime: "eager" if triton_supports(case) else "triton",
-    features={"grad": 0},
+    heuristic=norm_heuristic,
+    features={},
     batched=frozenset(),
-    prepare=prepare_norm,
+    settings=frozenset({"max_norm", "skip_nonfinite"}),
+    mutates=("skipped",),
+    draw=draw,
     home="bakeoff.ops.adamw.op:NORM",
 )
 

@@ -1,6 +1,5 @@
-"""The candidates made of PyTorch's own parts: each updates a `Group` in place, none reads a value."""
+"""The candidates made of PyTorch's own parts. None waits for the device."""
 
-import functools
 import types
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -9,21 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bakeoff.ops.adamw.group import Group, Guard, Hyper, factor_of, join, rate_of, split
+from bakeoff.ops.adamw.group import Group, Guard, Hyper, factor_of, grouped, join, rate_of, split
 from bakeoff.ops.adamw.reference import moved
 
-__all__ = ["compiled", "foreach", "fused", "guard", "loop", "norm"]
+__all__ = ["compiled", "foreach", "fused", "loop", "norm"]
 
 
-def loop(group: Group, how: Hyper) -> None:
+def loop(*args: Any) -> None:
     """The definition, tensor by tensor, computed in float32 (float64 for float64) and rounded once."""
+    group, how = grouped(args)
     weights = _weights(group)
     rate, factor = rate_of(how), factor_of(how)
     skip = None if how.found_inf is None else how.found_inf != 0
-    _advance(group.steps, how.found_inf)
+    _advance(group.step, how.found_inf)
     for i, (w, g, m, v) in enumerate(zip(weights, group.grads, group.exp_avg, group.exp_avg_sq, strict=True)):
         wide = torch.promote_types(torch.promote_types(w.dtype, m.dtype), torch.float32)
-        t = group.steps[i if len(group.steps) > 1 else 0].double()
+        t = group.step[i if len(group.step) > 1 else 0].double()
         new = moved(
             w.to(wide), g.to(wide) * factor, m.to(wide), v.to(wide), t, rate,
             how.beta1, how.beta2, how.eps, how.weight_decay,
@@ -33,21 +33,23 @@ def loop(group: Group, how: Hyper) -> None:
     _store(group, weights)
 
 
-def foreach(group: Group, how: Hyper) -> None:
+def foreach(*args: Any) -> None:
     """PyTorch's horizontally fused functions, as torch.optim.AdamW(foreach=True) uses them under capture."""
+    group, how = grouped(args)
     weights = _weights(group)
-    _advance(group.steps, None)
+    _advance(group.step, None)
     _foreach(
         weights, group.grads, group.exp_avg, group.exp_avg_sq, _scalars(group, weights, how), *_betas(how)
     )
     _store(group, weights)
 
 
-def fused(group: Group, how: Hyper) -> None:
+def fused(*args: Any) -> None:
     """torch._fused_adamw_, the kernel of torch.optim.AdamW(fused=True)."""
+    group, how = grouped(args)
     weights, grads = _weights(group), group.grads
-    _advance(group.steps, how.found_inf)
-    steps = group.steps if len(group.steps) == len(weights) else group.steps * len(weights)
+    _advance(group.step, how.found_inf)
+    steps = group.step if len(group.step) == len(weights) else group.step * len(weights)
     rate, factor = rate_of(how), factor_of(how._replace(maximize=False))
     # Its own grad_scale would write the scaled gradients back.
     grads = _scaled(grads, factor, weights[0].dtype)
@@ -60,14 +62,15 @@ def fused(group: Group, how: Hyper) -> None:
     _store(group, weights)
 
 
-def compiled(group: Group, how: Hyper) -> None:
+def compiled(*args: Any) -> None:
     """torch.compile of `foreach`: one compilation for each list of shapes."""
+    group, how = grouped(args)
     weights = _weights(group)
-    _advance(group.steps, None)
-    lists = (weights, group.grads, group.exp_avg, group.exp_avg_sq)
+    _advance(group.step, None)
+    lists = (weights, list(group.grads), list(group.exp_avg), list(group.exp_avg_sq))
     shapes = [(w.shape, w.dtype, g.dtype, m.dtype) for w, g, m, _ in zip(*lists, strict=True)]
     betas = _betas(how)
-    step = _unit((len(group.steps), *betas, *shapes))
+    step = _unit((len(group.step), *betas, *shapes))
     scalars = _scalars(group, weights, how)
     if how.weight_decay and not isinstance(scalars.keep, Tensor):  # a number would be compiled in
         scalars = scalars._replace(keep=torch.full_like(scalars.sizes[0], scalars.keep))
@@ -98,7 +101,7 @@ class _Scalars(NamedTuple):
 
 def _scalars(group: Group, weights: list[Tensor], how: Hyper) -> _Scalars:
     rate = rate_of(how)
-    counts = torch.stack(group.steps).double()
+    counts = torch.stack(group.step).double()
     sizes = list(_fit(rate / (how.beta1**counts - 1), weights).unbind())
     roots = list(_fit((1 - how.beta2**counts).sqrt(), weights).unbind())
     if len(sizes) < len(weights):
@@ -134,7 +137,7 @@ def _foreach(
     torch._foreach_addcdiv_(weights, m, below)
 
 
-def guard(
+def norm(
     grads: Sequence[Tensor],
     max_norm: float | None,
     skip_nonfinite: bool,
@@ -142,8 +145,10 @@ def guard(
     grad_scale: Tensor | None,
     skipped: Tensor | None,
 ) -> Guard:
-    """Judges gradients of one device by their global norm, in a handful of small kernels."""
-    total = norm(grads)
+    """The global norm by PyTorch's foreach functions, in float32 (float64 for float64)."""
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    norms = torch._foreach_norm(list(grads), 2, dtype=wide)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(wide) for n in norms]))
     if grad_scale is not None:
         total = total / grad_scale
     coefficient = torch.ones_like(total) if max_norm is None else (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -157,14 +162,6 @@ def guard(
     return Guard(total, coefficient, skip.to(total.dtype))
 
 
-def norm(grads: Sequence[Tensor]) -> Tensor:
-    """The global norm by PyTorch's foreach functions, in float32 (float64 for float64)."""
-    wide = functools.reduce(torch.promote_types, {g.dtype for g in grads}, torch.float32)
-    norms = torch._foreach_norm(list(grads), 2, dtype=wide)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(wide) for n in norms]))
-    return total
-
-
 def _advance(steps: list[Tensor], found_inf: Tensor | None) -> None:
     torch._foreach_add_(steps, 1.0)
     if found_inf is not None:
@@ -175,10 +172,10 @@ def _advance(steps: list[Tensor], found_inf: Tensor | None) -> None:
 def _weights(group: Group) -> list[Tensor]:
     """What the update moves: the parameters, or the wider weights behind them."""
     if group.master is None:
-        return group.params
+        return list(group.params)
     if group.master[0].dtype == torch.int16:
         return [join(p, r) for p, r in zip(group.params, group.master, strict=True)]
-    return group.master
+    return list(group.master)
 
 
 def _store(group: Group, weights: list[Tensor]) -> None:

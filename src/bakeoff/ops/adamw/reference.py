@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bakeoff.ops.adamw.group import join
+from bakeoff.ops.adamw.group import Hyper, factor_of, join, rate_of
 
-__all__ = ["adamw", "global_norm", "moved"]
+__all__ = ["adamw", "global_norm", "moved", "weights_of"]
 
 
 def moved(
@@ -27,61 +27,83 @@ def moved(
 
 
 def adamw(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    master: Tensor | None = None,
-    clip_coef: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    lr: float = 1e-3,
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avg: list[Tensor],
+    exp_avg_sq: list[Tensor],
+    step: list[Tensor],
+    master: list[Tensor] | None = None,
+    lr: float | Tensor = 1e-3,
     beta1: float = 0.9,
     beta2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
-    step: int = 10,
-    shared: bool | None = None,
-) -> tuple[Tensor, ...]:
-    """One step of N tensors of D elements each, stacked as [N, D]: what a contest holds instead of lists.
+    maximize: bool = False,
+    clip_coef: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    lr_mult: Tensor | None = None,
+) -> tuple[list[Tensor] | None, ...]:
+    """One step of all tensors of a group: what params, exp_avg, exp_avg_sq, step and master hold after it.
 
-    `step` counts the steps before this one; `shared` says that some of a group's tensors overlap, and changes
-    nothing here. Returns (param, exp_avg, exp_avg_sq), and the new weight where there is a `master`.
-    Computes in float32, or in float64 when an input is float64, and casts once at the end.
+    `step` counts the steps before this one, for each tensor or for all. What a master stands for is a weight,
+    so that is given for int16 remainders, too. Computes in float32, or in float64 when an input is float64,
+    and casts once at the end.
     """
-    del shared
-    old = (param, exp_avg, exp_avg_sq)
-    wide = torch.promote_types(torch.promote_types(param.dtype, exp_avg.dtype), torch.float32)
-    weight = param
-    if master is not None:
-        is_remainder = master.dtype == torch.int16
-        weight = join(param.to(torch.bfloat16), master) if is_remainder else master
-    g = grad.to(wide) if clip_coef is None else grad.to(wide) * clip_coef
-    new, m, v = moved(
-        weight.to(wide),
-        g,
-        exp_avg.to(wide),
-        exp_avg_sq.to(wide),
-        step + 1,
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-    )
-    results = [new, m, v]
-    if found_inf is not None:
-        results = [
-            torch.where(found_inf != 0, was, now)
-            for was, now in zip((weight, *old[1:]), results, strict=True)
-        ]
-    stored = tuple(now.to(was.dtype) for was, now in zip(old, results, strict=True))
+    how = Hyper(lr, beta1, beta2, eps, weight_decay, maximize, clip_coef, found_inf, grad_scale, lr_mult)
+    rate, factor = rate_of(how), factor_of(how)
+    counts = [t + 1 for t in step]
+    weights = params if master is None else weights_of(params, master)
+    new: list[tuple[Tensor, ...]] = []
+    for i, old in enumerate(zip(weights, grads, exp_avg, exp_avg_sq, strict=True)):
+        w, g, m, v = old
+        wide = torch.promote_types(torch.promote_types(w.dtype, m.dtype), torch.float32)
+        t = counts[i if len(counts) > 1 else 0]
+        after = moved(
+            w.to(wide), g.to(wide) * factor, m.to(wide), v.to(wide), t, rate, beta1, beta2, eps, weight_decay
+        )
+        new.append(tuple(_unless(found_inf, now, was) for now, was in zip(after, (w, m, v), strict=True)))
     return (
-        stored
-        if master is None
-        else (*stored, results[0].to(torch.promote_types(param.dtype, torch.float32)))
+        [now[0].to(p.dtype) for now, p in zip(new, params, strict=True)],
+        [now[1].to(m.dtype) for now, m in zip(new, exp_avg, strict=True)],
+        [now[2].to(v.dtype) for now, v in zip(new, exp_avg_sq, strict=True)],
+        [_unless(found_inf, now, was) for now, was in zip(counts, step, strict=True)],
+        None if master is None else [now[0] for now in new],
     )
 
 
-def global_norm(grad: Tensor) -> Tensor:
-    """[sqrt(sum of squares)] of N gradients stacked as [N, D], in float32 or wider."""
-    return grad.to(torch.promote_types(grad.dtype, torch.float32)).square().sum().sqrt().reshape(1)
+def weights_of(params: list[Tensor], master: list[Tensor]) -> list[Tensor]:
+    """The weights that parameters are roundings of: float32 masters, or those that int16 remainders
+    extend."""
+    if master[0].dtype != torch.int16:
+        return master
+    return [join(p.to(torch.bfloat16), r) for p, r in zip(params, master, strict=True)]
+
+
+def _unless(found_inf: Tensor | None, now: Tensor, was: Tensor) -> Tensor:
+    return now if found_inf is None else torch.where(found_inf != 0, was.to(now.dtype), now)
+
+
+def global_norm(
+    grads: list[Tensor],
+    max_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    found_inf: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    skipped: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The 2-norm of all gradients together, unscaled, and what follows: the coefficient that brings a norm
+    beyond `max_norm` down to it, and whether to skip the step, which `skipped` counts.
+
+    Returns what skipped holds after it, the norm, the coefficient and 1 to skip, in float32 or wider.
+    """
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    norm = torch.stack([g.to(wide).square().sum() for g in grads]).sum().sqrt()
+    if grad_scale is not None:
+        norm = norm / grad_scale
+    ratio = torch.ones_like(norm) if max_norm is None else max_norm / (norm + 1e-6)
+    skip = ~torch.isfinite(norm) if skip_nonfinite else torch.zeros_like(norm, dtype=torch.bool)
+    if found_inf is not None:
+        skip = skip | (found_inf != 0)
+    after = None if skipped is None else skipped + skip
+    return after, norm, torch.where(ratio >= 1, torch.ones_like(ratio), ratio), skip.to(wide)

@@ -7,7 +7,7 @@ stream, when its last fetch is done. No PyTorch operation takes part, so to whoe
 look alike. What a CUDA graph fetches stays as it is, as often as the graph is replayed: some KB a capture.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -32,8 +32,7 @@ _UNPREPARED = (
 class _Slot:
     """A table in pinned memory and its copy on the device."""
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device, stream: int) -> None:
-        self.shape, self.stream = shape, stream
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         # Not torch.empty(pin_memory=True): a contest replaces fresh memory by its own, which isn't pinned.
         self.pinned = torch.empty(shape, dtype=torch.int64).pin_memory()
         self.host, self.address = self.pinned.numpy(), self.pinned.data_ptr()
@@ -89,32 +88,49 @@ class Table:
         self._uploaded = torch.cuda.Event() if device.type == "cuda" else None
         if self._uploaded is not None:
             self._uploaded.record(torch.cuda.current_stream(device))
-        self._addresses: list[list[int]] = []
+        self._rows = self.sizes[None]
+        """What was placed last."""
+        self._addresses: tuple[list[int], ...] = ()
         self._last = -1
-        self._slots: list[_Slot] = []
+        self._slots: dict[tuple[int, int], deque[_Slot]] = {}
+        """By the number of rows and the stream; the one whose fetch is the oldest first."""
         self._where: Tensor | None = None
 
-    def rows(self, *columns: Sequence[Tensor]) -> Tensor:
+    def rows(self, *addresses: list[int]) -> Tensor:
         """int64 [1 + columns, tensors] on the device: the sizes, then each column's addresses."""
-        addresses = [[t.data_ptr() for t in column] for column in columns]
         stream, capturing = _stream(self.device)
         where = self._where
         if where is None or stream != self._last or addresses != self._addresses:
-            where = self._place(np.array([self.sizes, *addresses], dtype=np.int64), stream, capturing)
+            self._write(addresses)
+            where = self._place(self._rows, stream, capturing)
             if not capturing:  # a captured copy has not happened yet
-                self._addresses, self._last, self._where = addresses, stream, where
-                self._settle(stream, where.nbytes)
+                self._last, self._where = stream, where
+                self._prepare(stream, where.nbytes)
+            else:
+                self._where = None
         if capturing:  # and never write there again
             _captured.extend((where, self.chunks))
-            for slot in [slot for slot in self._slots if slot.placed is where]:
-                self._slots.remove(slot)
-                _captured.append(slot.pinned)
+            for slots in self._slots.values():
+                for slot in [slot for slot in slots if slot.placed is where]:
+                    slots.remove(slot)
+                    _captured.append(slot.pinned)
         return where
+
+    def _write(self, addresses: tuple[list[int], ...]) -> None:
+        """Take up these addresses; most columns are the ones that are there."""
+        if len(addresses) != len(self._addresses):
+            self._addresses = ()
+            self._rows = np.empty((1 + len(addresses), len(self.sizes)), dtype=np.int64)
+            self._rows[0] = self.sizes
+        for i, column in enumerate(addresses):
+            if not self._addresses or column != self._addresses[i]:
+                self._rows[1 + i] = column
+        self._addresses = addresses
 
     @property
     def idle(self) -> bool:
         """Whether nothing is being fetched from this table's pinned memory, so that it may be freed."""
-        return all(slot.fetched.query() for slot in self._slots)
+        return all(slot.fetched.query() for slots in self._slots.values() for slot in slots)
 
     def retire(self) -> None:
         """Before the last reference goes: `chunks` must outlive the launches that still read it."""
@@ -124,7 +140,7 @@ class Table:
     def _place(self, rows: np.ndarray, stream: int, capturing: bool) -> Tensor:
         """`rows` on the device, in order of `stream`."""
         if self.device.type != "cuda":
-            return torch.from_numpy(rows)
+            return torch.from_numpy(rows.copy())
         if capturing:
             if self.device not in _reserves:
                 raise RuntimeError(_UNPREPARED)
@@ -133,17 +149,16 @@ class Table:
             self.fetch(staged.data_ptr(), placed.view(torch.int32))
             _captured.append(staged)
             return placed.view(torch.int64).view(rows.shape)
-        fit = (s for s in self._slots if (s.shape, s.stream) == (rows.shape, stream) and s.fetched.query())
-        slot = next(fit, None)
-        if slot is None:
-            slot = _Slot(rows.shape, self.device, stream)
-            self._slots.append(slot)
+        slots = self._slots.setdefault((len(rows), stream), deque())
+        done = bool(slots) and slots[0].fetched.query()
+        slot = slots.popleft() if done else _Slot(rows.shape, self.device)
+        slots.append(slot)
         slot.host[...] = rows
         self.fetch(slot.address, slot.words)
         slot.fetched.record(torch.cuda.current_stream(self.device))
         return slot.placed
 
-    def _settle(self, stream: int, nbytes: int) -> None:
+    def _prepare(self, stream: int, nbytes: int) -> None:
         """Order `stream` after the upload of `chunks`, and prepare captures."""
         if self._uploaded is None:
             return
@@ -151,30 +166,29 @@ class Table:
             self._users[stream] = torch.cuda.current_stream(self.device)
             self._uploaded.wait(self._users[stream])
         reserve = _reserves.get(self.device)
-        wanted = max(_RESERVE, _UPLOADS * (nbytes + 15))
-        if reserve is None or reserve.free.stop - reserve.free.start < wanted:
-            _reserves[self.device] = _Reserve(wanted, self.device)
+        needed = max(_RESERVE, _UPLOADS * (nbytes + 15))
+        if reserve is None or reserve.free.stop - reserve.free.start < needed:
+            _reserves[self.device] = _Reserve(needed, self.device)
 
 
 def table_for(
-    tensors: Sequence[Tensor],
+    sizes: tuple[int, ...],
     chunk: int,
     device: torch.device,
     known: "OrderedDict[object, Table]",
     fetch: Fetch,
 ) -> Table:
     """The table for tensors of these sizes from `known`, made when there is none."""
-    sizes = [t.numel() for t in tensors]
-    key = (chunk, device, *sizes)
-    found = known.get(key)
-    if found is None:
+    key = (chunk, device, sizes)
+    table = known.get(key)
+    if table is None:
         if _stream(device)[1]:
             raise RuntimeError(_UNPREPARED)
-        found = known[key] = Table(sizes, chunk, device, fetch)
+        table = known[key] = Table(sizes, chunk, device, fetch)
         oldest = next(iter(known))
         if len(known) > _MOST_TABLES and known[oldest].idle:
             known.pop(oldest).retire()
-    return found
+    return table
 
 
 def _stream(device: torch.device) -> tuple[int, bool]:

@@ -1,7 +1,7 @@
 """Dispatch: from a call that the memo of the hot path doesn't know to a candidate."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from bakeoff.select.choose.tune import note, recordings, settle
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.key import key
+from bakeoff.select.declare.lists import TensorList
 from bakeoff.select.declare.op import Op
 from bakeoff.select.declare.variants import bound, unusable
 
@@ -57,6 +58,7 @@ def dispatch(op: Op, args: Sequence[Any], impl: str | None) -> Any:
 
 
 def _decide_and_run(op: Op, args: Sequence[Any], impl: str | None) -> Any:
+    args = op.with_lists(args)
     if impl is ASK:
         raise Asked(checked(op, args))
     if any(map(_lazy, args)) and not hot.transformed():
@@ -68,7 +70,7 @@ def _decide_and_run(op: Op, args: Sequence[Any], impl: str | None) -> Any:
             checked(op, args)
         return op.incumbent.implementation(*args)
     case = checked(op, args)
-    wrapper = next((type(a) for a in args if isinstance(a, torch.Tensor) and _wraps(type(a))), None)
+    wrapper = next(filter(_wraps, _classes(args)), None)
     if wrapper is not None:
         settings = policy.current()
         asked = settings.policy == "strict" or op.name in dict(settings.overrides)
@@ -104,6 +106,15 @@ def _lazy(value: Any) -> bool:
 
 def _resolved(value: Any) -> Any:
     return value.resolve_neg().resolve_conj() if _lazy(value) else value
+
+
+def _classes(args: Sequence[Any]) -> Iterator[type]:
+    """The classes of all tensors, those in lists too."""
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            yield type(a)
+        elif isinstance(a, TensorList):
+            yield from a.subclasses
 
 
 def _wraps(kind: type) -> bool:
@@ -147,7 +158,8 @@ def _may_begin_under_capture(op: Op, candidate: Candidate, settings: policy.Sett
     breaks the capture. Whoever asked for the regime or the candidate gets it.
     """
     asked = settings.regime == "graph" or op.name in dict(settings.overrides)
-    return asked or candidate is op.incumbent or (candidate.launches is not None and _loads_under_capture())
+    own = candidate.launches is not None and not candidate.needs_warmup
+    return asked or candidate is op.incumbent or (own and _loads_under_capture())
 
 
 def _loads_under_capture() -> bool:
@@ -275,7 +287,15 @@ def _explicit(op: Op, args: Sequence[Any], impl: str) -> Any:
 def checked(op: Op, args: Sequence[Any]) -> Case:
     """The call's case, or an error that names the wrong argument and the fix."""
     devices: dict[str, str] = {}
+    args = op.with_lists(args)
     for name, arg in zip(op.params, args, strict=True):
+        if isinstance(arg, TensorList):
+            if arg.wants_grad and torch.is_grad_enabled():
+                raise Unsupported(
+                    f"{op.name}: tensors in {name} require gradients, which lists don't carry; call it under "
+                    f"torch.no_grad()"
+                )
+            devices.setdefault(str(arg.device), name)
         if not isinstance(arg, torch.Tensor):
             continue
         if type(arg).__name__ == "DTensor":

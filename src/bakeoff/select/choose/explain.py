@@ -168,11 +168,6 @@ def _forced(row: Row, why: str) -> Row:
 def _case(op: Op, asked: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
     """The case that a call of `asked` (the op, its name or its public function) makes: by the public function
     where it takes the op's own arguments, which it may cast and complete; else by the definition."""
-    if any(isinstance(value, list | tuple) for value in (*args, *kwargs.values())):
-        raise TypeError(
-            f"{op.name}: explain takes tensors, not lists of them; for the groups of an optimizer "
-            f"bakeoff.tune(step).choices says what was chosen"
-        )
     public = _public(op) if isinstance(asked, str) else asked
     if inspect.isfunction(public) and {*inspect.signature(public).parameters} == {*op.params, "impl"}:
         try:

@@ -14,6 +14,9 @@ from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from bakeoff.select.declare.lists import TensorList
+from bakeoff.select.declare.op import Op
+
 try:
     from torch._C._dynamo.guards import TensorGuards as _Guards
 except ImportError:  # a private name: without it every call goes by its fingerprint
@@ -95,7 +98,7 @@ def _watched() -> bool:
     )
 
 
-def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
+def known(op: Op, args: Sequence[Any]) -> Callable[..., Any] | None:
     """The implementation that was chosen for such a call before, or None; asked where no guard of `op`
     recognises the call, which gets a guard if there is room for one."""
     if transformed():
@@ -104,11 +107,11 @@ def known(op: object, args: Sequence[Any]) -> Callable[..., Any] | None:
     implementation: Callable[..., Any] | None = decided.get(fingerprint(op, args))
     guards = decided.get(op, ())
     if implementation is not None and len(guards) < _MOST_GUARDED:
-        decided[op] = (*guards, *_guard(args, implementation))
+        decided[op] = (*guards, *_guard(op, args, implementation))
     return implementation
 
 
-def _guard(args: Sequence[Any], call: Callable[..., Any]) -> list[Callable[[Sequence[Any]], Any]]:
+def _guard(op: Op, args: Sequence[Any], call: Callable[..., Any]) -> list[Callable[[Sequence[Any]], Any]]:
     """A function of a call's arguments that returns `call` if they are of the kind of `args`, else None; or
     nothing where there can be none.
 
@@ -119,32 +122,39 @@ def _guard(args: Sequence[Any], call: Callable[..., Any]) -> list[Callable[[Sequ
     given = {f"a{i}": a for i, a in enumerate(args) if isinstance(a, torch.Tensor)}
     if _Guards is None or len({id(tensor) for tensor in given.values()}) < len(given):
         return []  # guards take a tensor that is passed twice for another kind of call
-    check = _Guards(*given.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    names: dict[str, Any] = {"call": call, "check": check, "forward_ad": forward_ad, "fx": _symbolic_trace}
+    names: dict[str, Any] = {"call": call, "forward_ad": forward_ad, "fx": _symbolic_trace}
     names |= {"has_grad": _has_grad, "is_deterministic": _is_deterministic, "in_func": _in_func}
     names |= {"stream_captures": _stream_captures}
     conditions = ["forward_ad._current_level < 0 and not in_func() and not fx._is_fx_tracing_flag"]
     conditions.append(f"is_deterministic() is {_is_deterministic()}")
-    if any(tensor.requires_grad for tensor in given.values()):
+    lists = [a for a in args if isinstance(a, TensorList)]
+    if any(tensor.requires_grad for tensor in given.values()) or any(a.wants_grad for a in lists):
         conditions.append(f"has_grad() is {_has_grad()}")
-    if any(tensor.is_cuda for tensor in given.values()):
+    if any(tensor.is_cuda for tensor in given.values()) or any(a.device.type == "cuda" for a in lists):
         conditions.append(f"stream_captures() is {_stream_captures()}")
     for i, a in enumerate(args):
         names |= {f"class{i}": a.__class__, f"value{i}": None if f"a{i}" in given else a}
-        if f"a{i}" in given:
+        if isinstance(a, TensorList):
+            names[f"value{i}"] = a.kind
+            conditions.append(f"a{i}.__class__ is class{i} and a{i}.kind == value{i}")
+        elif f"a{i}" in given:
             conditions.append(f"a{i}.__class__ is class{i} and not a{i}.is_nested")
+        elif op.params[i] in op.settings:
+            conditions.append(f"a{i}.__class__ is class{i}")
         elif a is None or isinstance(a, bool):
             conditions.append(f"a{i} is value{i}")
         else:  # the class first: no tensor is asked whether it equals a number
             conditions.append(f"a{i}.__class__ is class{i} and a{i} == value{i}")
-    conditions.append(f"check({', '.join(given)})")
+    if given:
+        names["check"] = _Guards(*given.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        conditions.append(f"check({', '.join(given)})")
     arguments = "".join(f"a{i}, " for i in range(len(args)))
     # Names, numbers and words of this function's own; the call's values are bound to names.
     exec(f"def guard(args):\n {arguments}= args\n if {' and '.join(conditions)}: return call", names)  # noqa: S102
     return [names["guard"]]
 
 
-def fingerprint(op: object, args: Sequence[Any]) -> tuple[Any, ...]:
+def fingerprint(op: Op, args: Sequence[Any]) -> tuple[Any, ...]:
     """Everything a selection for `op` may depend on, exactly, as a hashable tuple; reads metadata only.
 
     Two calls with one fingerprint get one decision. The class is part of it, so that a tensor subclass
@@ -158,9 +168,17 @@ def fingerprint(op: object, args: Sequence[Any]) -> tuple[Any, ...]:
     on_gpu = False
     device: Any
     layout: Any
+    if op.settings:
+        named = zip(op.params, args, strict=True)
+        args = [
+            a.__class__ if name in op.settings and not isinstance(a, torch.Tensor) else a for name, a in named
+        ]
     for a in args:
         kind = a.__class__
-        if kind in _SCALARS or not isinstance(a, torch.Tensor):
+        if kind is TensorList:
+            on_gpu = on_gpu or a.device.type == "cuda"
+            parts += (kind, a.kind)
+        elif kind in _SCALARS or not isinstance(a, torch.Tensor):
             parts += (kind, a)
         else:
             device = a.get_device()

@@ -23,6 +23,7 @@ from bakeoff.select.choose.dispatch import (
 )
 from bakeoff.select.choose.tune import note
 from bakeoff.select.declare.case import Case, TensorMeta
+from bakeoff.select.declare.lists import is_list
 from bakeoff.select.declare.op import Op
 from bakeoff.select.declare.registry import registry
 from bakeoff.select.declare.variants import label
@@ -41,6 +42,11 @@ def traced_call(op: Op, args: Sequence[Any], impl: str | None) -> Any:
 
     known: list[Any] = []
     for name, arg in zip(op.params, args, strict=True):
+        if is_list(arg):
+            raise Unsupported(
+                f"{op.name}: {name} is a list, which a traced call can't pass; keep the call out of "
+                f"torch.compile with torch.compiler.disable"
+            )
         if isinstance(arg, torch.Tensor):
             if arg.layout is not torch.strided or arg.is_nested:
                 raise Unsupported(other_layout(op.name, name, arg))

@@ -9,32 +9,37 @@ from typing import Any
 
 import torch
 
-from bakeoff.select.contests.poison import fenced
-from bakeoff.select.contests.verify import Rejected, Yardstick, judge, outputs_of, results
+from bakeoff.select.contests.copies import Copies, Rejected, tensors_in
+from bakeoff.select.contests.verify import Yardstick, judge, outputs_of, results
 from bakeoff.select.declare.candidate import Candidate
+from bakeoff.select.declare.lists import TensorList
+from bakeoff.select.declare.op import Op
 
 __all__ = ["keep_apart"]
 
 
-def keep_apart(candidate: Candidate, stick: Yardstick) -> None:
+def keep_apart(op: Op, candidate: Candidate, stick: Yardstick) -> None:
     """Raises `Rejected` where two calls of a candidate that is right by itself get into each other's way,
     forward or backward."""
-    here = [fenced(a) if isinstance(a, torch.Tensor) else a for a in stick.args]
-    there = [_rolled(a) if isinstance(a, torch.Tensor) else a for a in here]
-    first, second = outputs_of(candidate.implementation, here), outputs_of(candidate.implementation, there)
-    later = results(second, there, stick.cotangents, stick.names)
-    earlier = results(first, here, stick.cotangents, stick.names)
-    given = _storages([*here, *there, *stick.cotangents])
+    here, there = Copies(op, stick.args), Copies(op, [_others(a) for a in stick.args])
+    first = outputs_of(candidate.implementation, here.args)
+    second = outputs_of(candidate.implementation, there.args)
+    later = results(second, there.args, stick.cotangents, stick.names)
+    earlier = results(first, here.args, stick.cotangents, stick.names)
+    given = _storages([*here.args, *there.args, *stick.cotangents])
     for name, tensor in earlier.items():
         if _storages([tensor]) & _storages(later.values()) - given:
             kind = "gradient" if name.startswith("gradient") else "result"
             raise Rejected(f"returns the memory of an earlier {kind} ({stick.where})")
-    _judge("with another call between its forward and its backward", earlier, stick)
+    _judge("with another call between its forward and its backward", earlier | here.new_values(), stick)
     with torch.no_grad():
-        for a, other in zip(here, there, strict=True):
-            if isinstance(other, torch.Tensor) and _writable(other):
+        for a, other in zip(stick.args, there.args, strict=True):
+            if isinstance(other, TensorList):
+                torch._foreach_copy_(other, a)
+            elif isinstance(other, torch.Tensor) and _writable(other):
                 other.copy_(a)
-    again = results(outputs_of(candidate.implementation, there), there, stick.cotangents, stick.names)
+    outputs = outputs_of(candidate.implementation, there.args)
+    again = results(outputs, there.args, stick.cotangents, stick.names) | there.new_values()
     _judge("after other values lay where its inputs are (does it remember by address?)", again, stick)
 
 
@@ -46,14 +51,16 @@ def _judge(when: str, found: dict[str, torch.Tensor], stick: Yardstick) -> None:
             raise Rejected(f"{when}, {error}") from None
 
 
-def _rolled(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values one place on, in memory of their own and the same layout; as they are where elements
-    share memory."""
-    other = fenced(tensor)
-    if _writable(tensor):
-        with torch.no_grad():
-            other.copy_(tensor.detach().reshape(-1).roll(1).view(tensor.shape))
-    return other
+def _others(arg: Any) -> Any:
+    """Other values in the same layout: a tensor's own one place on, half of those of a list; as they are
+    where elements share memory."""
+    if isinstance(arg, TensorList):
+        return TensorList.of(torch._foreach_mul(arg, 0.5)) if arg.meta.dtype.is_floating_point else arg
+    if not isinstance(arg, torch.Tensor) or not _writable(arg):
+        return arg
+    other = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
+    other.copy_(arg.detach().reshape(-1).roll(1).view(arg.shape))
+    return other.requires_grad_(arg.requires_grad)
 
 
 def _writable(tensor: torch.Tensor) -> bool:
@@ -61,4 +68,4 @@ def _writable(tensor: torch.Tensor) -> bool:
 
 
 def _storages(tensors: Iterable[Any]) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tensors if isinstance(t, torch.Tensor)} - {0}
+    return {t.untyped_storage().data_ptr() for t in tensors_in(list(tensors))} - {0}

@@ -142,7 +142,7 @@ def _qualify(
             try:
                 errors, repeats = verify(op, candidate, [stick])
                 if name not in passed:
-                    keep_apart(candidate, stick)
+                    keep_apart(op, candidate, stick)
             except Exception as error:  # whatever a candidate raises is its rejection
                 rejected[name] = reason(name, error)
                 passed.pop(name, None)

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 
+from bakeoff.select.contests.lists import drawn_list
 from bakeoff.select.declare.case import Case, TensorMeta
+from bakeoff.select.declare.lists import ListMeta, TensorList
 from bakeoff.select.declare.op import Op
 
 __all__ = ["DRAWS", "cotangent", "inputs"]
@@ -24,6 +26,9 @@ def inputs(op: Op, case: Case, seed: int, kind: str = "normal") -> list[Any]:
     args: list[Any] = []
     for name in op.params:
         value = case.args[name]
+        if isinstance(value, ListMeta):
+            args.append(_list(op, name, value, generator, kind))
+            continue
         if not isinstance(value, TensorMeta):
             args.append(value)
             continue
@@ -34,6 +39,20 @@ def inputs(op: Op, case: Case, seed: int, kind: str = "normal") -> list[Any]:
                 _disturb(drawn)
         args.append(_placed(drawn, value).requires_grad_(value.requires_grad))
     return args
+
+
+def _list(op: Op, name: str, meta: ListMeta, generator: torch.Generator, kind: str) -> TensorList:
+    """A list of tensors of the sizes that a model's have, drawn as one tensor. Adversarially the tensors take
+    turns at the troubles that the rows of a tensor have."""
+    flat = TensorMeta.dense((meta.numel,), meta.dtype)
+    drawn = op.draw(name, flat, generator) if op.draw else None
+    ordinary = drawn is None
+    if drawn is None:
+        drawn = _normal(flat, generator, str(generator.device))
+    tensors = drawn_list(drawn, meta)
+    if ordinary and kind == "adversarial":
+        _disturb_list(tensors)
+    return TensorList.of(tensors, name)
 
 
 def cotangent(output: torch.Tensor, args: Sequence[Any], seed: int, kind: str = "normal") -> torch.Tensor:
@@ -86,3 +105,20 @@ def _disturb(tensor: torch.Tensor) -> None:
     rows[2::8] *= 1e-4
     rows[3::8] = 0
     rows[4::8, rows.shape[-1] // 2] += 3000
+
+
+def _disturb_list(tensors: list[torch.Tensor]) -> None:
+    """As `_disturb`, with tensors for rows."""
+    for first, change in enumerate(
+        (
+            lambda some: torch._foreach_add_(some, 30),
+            lambda some: torch._foreach_mul_(some, 1000),
+            lambda some: torch._foreach_mul_(some, 1e-4),
+            torch._foreach_zero_,
+        )
+    ):
+        if tensors[first::8]:
+            change(tensors[first::8])
+    for tensor in tensors[4::8]:
+        if tensor.numel():
+            tensor[(-1,) * tensor.dim()] += 3000

@@ -16,7 +16,7 @@ import torch
 
 from bakeoff.select.contests.draw import cotangent, inputs
 from bakeoff.select.contests.failure import reason
-from bakeoff.select.contests.verify import gradients
+from bakeoff.select.contests.verify import gradients, outputs_of
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.op import Op
 from bakeoff.timing import Clock, seconds_per_call
@@ -130,10 +130,11 @@ class GraphTimer:
 
 
 def work(op: Op, case: Case, call: Callable[..., Any], sets: Sequence[tuple[list[Any], list[Any]]]) -> Work:
-    """The calls to time: forward, and backward too (with ready-made gradients) when the case needs it."""
+    """The calls to time: forward, and backward too (with ready-made gradients) when the case needs it. An op
+    that writes in place goes on from what its last call has left, as an optimizer does."""
 
     def forward(args: list[Any]) -> Callable[[], Any]:
-        return op.prepare(call, args) if op.prepare else lambda: call(*args)
+        return lambda: call(*args)
 
     def both(args: list[Any], dys: list[Any]) -> Callable[[], Any]:
         def step() -> Any:
@@ -150,7 +151,7 @@ def input_sets(
 ) -> list[tuple[list[Any], list[Any]]]:
     """Enough (arguments, output gradients) sets to exceed `beyond_bytes` (three times the L2). Where a call
     launches so much that they would take seconds it is fewer, at least two."""
-    own = max(sum(meta.nbytes for meta in case.tensors.values()), 1)
+    own = max(sum(meta.nbytes for meta in case.data.values()), 1)
     count = max(1, min(64, -(-beyond_bytes // own)))
     sets: list[tuple[list[Any], list[Any]]] = []
     quickest = math.inf
@@ -159,10 +160,11 @@ def input_sets(
             break
         begin = clock()
         args = inputs(op, case, seed)
-        with torch.no_grad():
-            outputs = op.incumbent.implementation(*args)
-        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        dys = [cotangent(out, args, seed) for out in outputs] if case.needs_grad else []
+        dys: list[Any] = []
+        if not op.mutates:
+            with torch.no_grad():
+                outputs = outputs_of(op.incumbent.implementation, args)
+            dys = [cotangent(out, args, seed) for out in outputs] if case.needs_grad else []
         sets.append((args, dys))
         quickest = min(quickest, clock() - begin)
     return sets

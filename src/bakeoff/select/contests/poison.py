@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Poison", "fenced", "unchanged"]
+__all__ = ["GUARD", "NAN", "Poison", "fenced", "unchanged", "written_inside"]
 
-_GUARD = 1024  # bytes on each side; a multiple of every alignment a kernel may ask for
+GUARD = 1024  # bytes on each side; a multiple of every alignment a kernel may ask for
 _CANARY = 0xA5
-_NAN = 0xFF  # as bytes, a NaN of every floating dtype
+NAN = 0xFF  # as bytes, a NaN of every floating dtype
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -57,10 +57,10 @@ class Poison(TorchDispatchMode):
         span = 1 + sum((size - 1) * step for size, step in zip(made.shape, made.stride(), strict=True))
         nbytes = span * made.element_size()
         raw = torch.full(
-            (nbytes + 2 * _GUARD + (-nbytes) % 16,), _CANARY, dtype=torch.uint8, device=made.device
+            (nbytes + 2 * GUARD + (-nbytes) % 16,), _CANARY, dtype=torch.uint8, device=made.device
         )
         self.buffers.append((raw, nbytes))
-        inside = raw[_GUARD : _GUARD + nbytes].view(made.dtype)
+        inside = raw[GUARD : GUARD + nbytes].view(made.dtype)
         placed = inside.as_strided(made.shape, made.stride())
         if func not in _EMPTY:
             placed.copy_(made)
@@ -71,7 +71,7 @@ class Poison(TorchDispatchMode):
     def broken(self) -> bool:
         """Whether anything outside a tensor was written."""
         return any(
-            bool((raw[:_GUARD] != _CANARY).any() or (raw[_GUARD + nbytes :] != _CANARY).any())
+            bool((raw[:GUARD] != _CANARY).any() or (raw[GUARD + nbytes :] != _CANARY).any())
             for raw, nbytes in self.buffers
         )
 
@@ -88,9 +88,9 @@ def fenced(tensor: torch.Tensor) -> torch.Tensor:
     A kernel that reads past its input meets NaN, and one that writes there is seen by `unchanged`.
     """
     held = _bytes(tensor)
-    raw = torch.full((held.numel() + 2 * _GUARD,), _NAN, dtype=torch.uint8, device=tensor.device)
-    raw[_GUARD : _GUARD + held.numel()] = held
-    start = _GUARD // tensor.element_size() + tensor.storage_offset()
+    raw = torch.full((held.numel() + 2 * GUARD,), NAN, dtype=torch.uint8, device=tensor.device)
+    raw[GUARD : GUARD + held.numel()] = held
+    start = GUARD // tensor.element_size() + tensor.storage_offset()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     copy.set_(raw.untyped_storage(), start, tensor.shape, tensor.stride())
     return copy.requires_grad_(tensor.requires_grad)
@@ -99,8 +99,15 @@ def fenced(tensor: torch.Tensor) -> torch.Tensor:
 def unchanged(copy: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether a `fenced` copy still holds what `original` does, bit for bit, between intact fences."""
     held = _bytes(copy)
-    fences = bool((held[:_GUARD] == _NAN).all() and (held[-_GUARD:] == _NAN).all())
-    return fences and torch.equal(held[_GUARD:-_GUARD], _bytes(original))
+    fences = bool((held[:GUARD] == NAN).all() and (held[-GUARD:] == NAN).all())
+    return fences and torch.equal(held[GUARD:-GUARD], _bytes(original))
+
+
+def written_inside(copy: torch.Tensor, original: torch.Tensor) -> bool:
+    """Whether nothing but elements of a `fenced` copy of `original` was written: no fence, no gap."""
+    expected = fenced(original.detach())
+    expected.copy_(copy.detach())
+    return torch.equal(_bytes(copy), _bytes(expected))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -242,7 +242,7 @@ class Screening:
                 try:
                     errors, repeats = verify(self.op, candidate, [stick])
                     if i == 0:
-                        keep_apart(candidate, stick)
+                        keep_apart(self.op, candidate, stick)
                 except Exception as error:
                     self.reject(name, text, reason(place, error))
                     del left[name]

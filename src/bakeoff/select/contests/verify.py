@@ -14,10 +14,13 @@ import msgspec
 import torch
 
 from bakeoff.errors import ContestError
+from bakeoff.select.contests.copies import Copies, Rejected, as_tensor, tensors_in
 from bakeoff.select.contests.draw import DRAWS, cotangent, inputs
 from bakeoff.select.contests.poison import Poison, fenced, unchanged
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case
+from bakeoff.select.declare.key import list_text
+from bakeoff.select.declare.lists import ListMeta, TensorList
 from bakeoff.select.declare.op import Op
 
 __all__ = [
@@ -37,10 +40,6 @@ __all__ = [
 FACTOR = 2.0
 _MARGIN = 1.01  # an error that a value on the edge of its dtype's range may have
 _PIECE = 1 << 25  # elements of the largest float64 piece
-
-
-class Rejected(Exception):
-    """Why a candidate is out, in one line."""
 
 
 class Inaccurate(Rejected):
@@ -93,7 +92,10 @@ def yardsticks(op: Op, case: Case, called: Case | None = None, seed: int = 0) ->
     other = called if called is not None and called.args != case.args else _one_item_fewer(op, case)
     if other is not None:
         seed += len(DRAWS)
-        shapes = ", ".join(f"{name} {list(meta.shape)}" for name, meta in other.tensors.items())
+        shapes = ", ".join(
+            f"{name} {list_text(meta) if isinstance(meta, ListMeta) else list(meta.shape)}"
+            for name, meta in other.data.items()
+        )
         kinds = ("normal", "adversarial")  # an even seed: the gradient it is given is transposed
         yield _yardstick(op, other, seed, kinds, f"normal inputs, seed {seed}, {shapes}")
 
@@ -105,17 +107,23 @@ def _one_item_fewer(op: Op, case: Case) -> Case | None:
             if not meta.shape or meta.shape[0] < 2:
                 return None
             cut[name] = msgspec.structs.replace(meta, shape=(meta.shape[0] - 1, *meta.shape[1:]))
+    for name, listed in case.lists.items():
+        if name in op.batched and listed.count > 1:
+            fewer = listed.numel * (listed.count - 1) // listed.count
+            cut[name] = msgspec.structs.replace(listed, count=listed.count - 1, numel=fewer)
     return case.replace(**cut) if cut else None
 
 
 def _yardstick(op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str) -> Yardstick:
     args = inputs(op, case, seed, kinds[0])
-    outputs = outputs_of(op.incumbent.implementation, args)
-    aliases = _aliases(outputs, args)
+    run = Copies(op, args) if op.mutates else None
+    given = run.args if run else args
+    outputs = outputs_of(op.incumbent.implementation, given)
+    aliases = _aliases(outputs, given)
     cotangents = [cotangent(out, args, seed + i, kinds[1]) for i, out in enumerate(outputs)]
     names = [op.params[i] for i, a in enumerate(args) if _wants_grad(a)]
-    got = results(outputs, args, cotangents, names)
-    del outputs
+    got = results(outputs, given, cotangents, names) | (run.new_values() if run else {})
+    del outputs, run, given
     exact = _reference(op, args, cotangents, names)
     if set(got) != set(exact):
         raise ContestError(f"{op.name}: eager gives {sorted(got)}, but the reference gives {sorted(exact)}")
@@ -123,7 +131,7 @@ def _yardstick(op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str
         near = (exact[name] * _MARGIN).to(tensor.dtype)
         exact[name] = exact[name].masked_fill(~(torch.isfinite(tensor) & torch.isfinite(near)), math.nan)
     eager = {name: _errors(got[name], exact[name]) for name in got}
-    if any(isinstance(a, torch.Tensor) and a.dtype == torch.float64 for a in args):
+    if any(t.dtype == torch.float64 for t in tensors_in(args)):
         eager = _float64_errors(op, args, cotangents, names, exact, eager)
     dtypes = {name: tensor.dtype for name, tensor in got.items()}
     most = max((dy.numel() for dy in cotangents), default=0)
@@ -143,13 +151,22 @@ def _float64_errors(
     """Eager's errors in float64, where the reference is no more exact than eager and may be the same code:
     at least those it makes in float32, scaled by the ratio of the precisions."""
     ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    narrow = [_narrow(a) if isinstance(a, torch.Tensor) else a for a in args]
-    outputs = outputs_of(op.incumbent.implementation, narrow)
+    narrow = [_each(_narrow, a) for a in args]
+    copies = Copies(op, narrow) if op.mutates else None
+    outputs = outputs_of(op.incumbent.implementation, copies.args if copies else narrow)
     dys = [dy.to(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]
-    for name, tensor in results(outputs, narrow, dys, names).items():
+    got = results(outputs, narrow, dys, names) | (copies.new_values() if copies else {})
+    for name, tensor in got.items():
         errors = _errors(tensor, exact[name].masked_fill(~torch.isfinite(tensor), math.nan))
         eager[name] = eager[name].larger(Errors(*(ratio * e for e in msgspec.structs.astuple(errors))))
     return eager
+
+
+def _each(change: Callable[[torch.Tensor], torch.Tensor], arg: Any) -> Any:
+    """An argument with its tensors changed, whether it is one or a list of them."""
+    if isinstance(arg, TensorList):
+        return TensorList.of([change(t) for t in arg])
+    return change(arg) if isinstance(arg, torch.Tensor) else arg
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,17 +179,20 @@ def verify(op: Op, candidate: Candidate, sticks: Iterable[Yardstick]) -> tuple[E
     worst = Errors(0.0, 0.0, 0.0)
     deterministic = True
     for stick in sticks:
-        args = [fenced(a) if isinstance(a, torch.Tensor) else a for a in stick.args]
+        copies = Copies(op, stick.args)
         cotangents = [fenced(dy) for dy in stick.cotangents]
-        got = _poisoned_run(candidate, args, cotangents, stick)
-        _check_inputs(op, args, cotangents, stick)
+        got = _poisoned_run(candidate, copies, cotangents, stick)
+        _check_inputs(copies, cotangents, stick)
+        got |= copies.new_values()
         for name in sorted(set(got) ^ set(stick.exact)):
             article = "a" if name in got else "no"
             raise Rejected(f"gives {article} {name}, unlike the reference ({stick.where})")
         for name, tensor in got.items():
             worst = worst.larger(judge(name, tensor, stick))
-        again = _run(candidate, args, cotangents, stick)
-        _check_inputs(op, args, cotangents, stick)
+        copies = Copies(op, stick.args) if op.mutates else copies
+        again = _run(candidate, copies, cotangents, stick)
+        _check_inputs(copies, cotangents, stick)
+        again |= copies.new_values()
         if not all(same_bits(got[name], again[name]) for name in got):
             if candidate.deterministic:
                 raise Rejected(
@@ -182,26 +202,24 @@ def verify(op: Op, candidate: Candidate, sticks: Iterable[Yardstick]) -> tuple[E
     return worst, deterministic and candidate.deterministic
 
 
-def _check_inputs(op: Op, args: list[Any], cotangents: list[torch.Tensor], stick: Yardstick) -> None:
-    for name, copy, original in zip(op.params, args, stick.args, strict=True):
-        if isinstance(original, torch.Tensor) and not unchanged(copy, original):
-            raise Rejected(f"modifies its input {name} ({stick.where})")
+def _check_inputs(copies: Copies, cotangents: list[torch.Tensor], stick: Yardstick) -> None:
+    copies.check(stick.where)
     for copy, original in zip(cotangents, stick.cotangents, strict=True):
         if not unchanged(copy, original):
             raise Rejected(f"modifies the gradient it is given ({stick.where})")
 
 
 def _poisoned_run(
-    candidate: Candidate, args: list[Any], cotangents: list[torch.Tensor], stick: Yardstick
+    candidate: Candidate, copies: Copies, cotangents: list[torch.Tensor], stick: Yardstick
 ) -> dict[str, torch.Tensor]:
     counter = candidate.launches
     count = counter() if counter else 0
     poison = Poison()
     if candidate.name == "compiled":  # torch.compile steps aside while a dispatch mode is active
-        got = _run(candidate, args, cotangents, stick)
+        got = _run(candidate, copies, cotangents, stick)
     else:
         with poison:
-            got = _run(candidate, args, cotangents, stick)
+            got = _run(candidate, copies, cotangents, stick)
     if counter and counter() == count:
         raise Rejected("none of its own kernels ran: it silently computed something else")
     if poison.broken():
@@ -210,9 +228,11 @@ def _poisoned_run(
 
 
 def _run(
-    candidate: Candidate, args: list[Any], cotangents: list[torch.Tensor], stick: Yardstick
+    candidate: Candidate, copies: Copies, cotangents: list[torch.Tensor], stick: Yardstick
 ) -> dict[str, torch.Tensor]:
-    outputs = outputs_of(candidate.implementation, args)
+    outputs = outputs_of(candidate.implementation, copies.args)
+    if not outputs and cotangents:
+        raise Rejected("returns a NoneType, not a tensor")
     if len(outputs) != len(cotangents):
         raise Rejected(f"returns {len(outputs)} tensors, not {len(cotangents)}")
     for out, dy in zip(outputs, cotangents, strict=True):
@@ -224,9 +244,9 @@ def _run(
                 f"not {dy.dtype}{list(dy.shape)} on {dy.device}"
             )
     # Writing to such an output would change the input, here and not where plain PyTorch runs.
-    if not _aliases(outputs, args) <= stick.aliases:
+    if not _aliases(outputs, copies.args) <= stick.aliases:
         raise Rejected(f"returns memory of an input ({stick.where})")
-    return results(outputs, args, cotangents, stick.names)
+    return results(outputs, copies.args, cotangents, stick.names)
 
 
 def results(
@@ -242,7 +262,7 @@ def results(
 
 
 def _aliases(outputs: list[torch.Tensor], args: list[Any]) -> set[int]:
-    taken = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)} - {0}
+    taken = {t.untyped_storage().data_ptr() for t in tensors_in(args)} - {0}
     return {i for i, out in enumerate(outputs) if out.untyped_storage().data_ptr() in taken}
 
 
@@ -277,8 +297,10 @@ def judge(name: str, tensor: torch.Tensor, stick: Yardstick) -> Errors:
 
 
 def outputs_of(call: Callable[..., Any], args: list[Any]) -> list[torch.Tensor]:
-    """What `call` returns, as a list."""
+    """What `call` returns, as a list; nothing for an op that only writes."""
     result = call(*args)
+    if result is None:
+        return []
     return list(result) if isinstance(result, tuple | list) else [result]
 
 
@@ -301,33 +323,68 @@ def gradients(
 def _reference(
     op: Op, args: list[Any], cotangents: list[torch.Tensor], names: list[str]
 ) -> dict[str, torch.Tensor]:
-    """The reference in float64, in pieces of dimension 0, so that any size fits: outputs and gradients of
-    batched arguments are joined, gradients of shared arguments summed, both exactly in float64."""
+    """The reference in float64, in pieces of dimension 0, or of some tensors of each list, so that any size
+    fits: outputs and gradients of batched arguments are joined, gradients of shared arguments summed, both
+    exactly in float64."""
+    cuts, items = _pieces(op, args)
     batched = [
-        name in op.batched and isinstance(arg, torch.Tensor) and arg.dim() > 0
+        name in op.batched and (len(arg) == items if isinstance(arg, TensorList) else _has_rows(arg))
         for name, arg in zip(op.params, args, strict=True)
     ]
-    sizes = [(arg.shape[0], arg.numel()) for arg, flag in zip(args, batched, strict=True) if flag]
-    items, numel = max(sizes, key=lambda size: size[1], default=(1, 1))
-    piece = max(1, items * _PIECE // max(numel, 1))
-    cuts = [slice(start, start + piece) for start in range(0, items, piece)] if numel > _PIECE else [None]
     joined: dict[str, list[torch.Tensor]] = {}
-    summed: dict[str, torch.Tensor] = {}
+    shared: dict[str, torch.Tensor] = {}
     for cut in cuts:
         part = [
-            _wide(arg[cut] if flag and cut else arg) if isinstance(arg, torch.Tensor) else arg
+            _each(_wide, _cut(arg, cut) if flag and cut else arg)
             for arg, flag in zip(args, batched, strict=True)
         ]
         outputs = outputs_of(op.reference, part)
+        written = dict(zip(op.mutates, outputs, strict=False))
+        outputs = outputs[len(op.mutates) :]
         dys = [(dy[cut] if cut else dy).to(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]
         for name, tensor in results(outputs, part, dys, names).items():
             argument = name.removeprefix("gradient of ")
             if name.startswith("gradient") and argument not in op.batched:
-                summed[name] = summed[name] + tensor if name in summed else tensor
+                shared[name] = shared[name] + tensor if name in shared else tensor
             else:
                 joined.setdefault(name, []).append(tensor)
+        for name, value in written.items():
+            place = op.params.index(name)
+            if value is not None and batched[place]:
+                joined.setdefault(f"new {name}", []).append(as_tensor(value, args[place]))
+            elif value is not None:  # every piece gives the same
+                shared[f"new {name}"] = as_tensor(value, args[place])
     whole = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in joined.items()}
-    return {name: _floating(tensor) for name, tensor in {**whole, **summed}.items()}
+    return {name: _floating(tensor) for name, tensor in {**whole, **shared}.items()}
+
+
+def _has_rows(arg: Any) -> bool:
+    return isinstance(arg, torch.Tensor) and arg.dim() > 0
+
+
+def _cut(arg: Any, piece: slice) -> Any:
+    return TensorList.of(arg[piece]) if isinstance(arg, TensorList) else arg[piece]
+
+
+def _pieces(op: Op, args: list[Any]) -> tuple[list[slice] | list[None], int]:
+    """Cuts of what is batched into pieces of at most `_PIECE` elements, where it has more; and how many items
+    there are to cut."""
+    batched = [arg for name, arg in zip(op.params, args, strict=True) if name in op.batched]
+    lists = [arg for arg in batched if isinstance(arg, TensorList)]
+    if lists:
+        sizes: Sequence[int] = max(lists, key=lambda arg: arg.meta.numel).sizes
+    else:
+        largest = max(filter(_has_rows, batched), key=torch.Tensor.numel, default=torch.empty(1))
+        sizes = [largest[:1].numel()] * largest.shape[0]
+    if sum(sizes) <= _PIECE:
+        return [None], len(sizes)
+    starts, held = [0], 0
+    for i, size in enumerate(sizes):
+        if held and held + size > _PIECE:
+            starts.append(i)
+            held = 0
+        held += size
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(sizes)], strict=True)], len(sizes)
 
 
 def _floating(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ def needs_native(case: Case, besides: Collection[str] = ()) -> str | None:
     """Why kernels that compute in float32 can't take the case, or None: its device or a tensor's dtype. Those
     named in `besides` may have any."""
     reason = needs_gpu(case)
-    for name, meta in case.tensors.items():
+    for name, meta in case.data.items():
         if reason is None and name not in besides and meta.dtype not in NATIVE:
             return f"computes in float32: takes float16, bfloat16 and float32, not a {meta.dtype} {name}"
     return reason

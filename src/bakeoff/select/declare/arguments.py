@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from bakeoff.select.declare.case import Case, TensorMeta
+from bakeoff.select.declare.lists import ListMeta
 
 __all__ = [
     "ANY_FLOATING",
@@ -37,6 +38,7 @@ __all__ = [
     "Number",
     "Rule",
     "Tensor",
+    "Tensors",
 ]
 
 
@@ -136,6 +138,37 @@ class Tensor(Rule):
         least = [f"{letter} >= 1" for word, letter in zip(tail, letters, strict=True) if word != letter]
         described = f"[{', '.join([*(['...'] if words != tail else []), *letters])}]"
         return described + (f" with {', '.join([*known, *least])}" if known or least else "")
+
+
+@dataclass(frozen=True)
+class Tensors(Rule):
+    """A list of tensors of one dtype."""
+
+    dtypes: Dtypes = FLOATING
+    like: str = ""
+    """An earlier list that has as many tensors of the same sizes."""
+    optional: bool = False
+    """Whether it may be None."""
+
+    def check(self, op: str, name: str, case: Case, sizes: Sizes) -> None:
+        value = case.args[name]
+        if value is None and self.optional:
+            return
+        if not isinstance(value, ListMeta):
+            raise TypeError(f"{op}: {name} must be a list of tensors, got {case.said(name)}")
+        other = case.args.get(self.like)
+        if isinstance(other, ListMeta) and value.count != other.count:
+            raise ValueError(
+                f"{op}: {value.count} tensors in {name}, expected one for each of {other.count} in "
+                f"{self.like}"
+            )
+        if not self.dtypes.allow(value.dtype):
+            raise TypeError(f"{op}: {name} are {value.dtype}; {self.dtypes.advice.format(name=name)}")
+        if isinstance(other, ListMeta) and value.numel != other.numel:
+            raise ValueError(
+                f"{op}: {name} have {value.numel} elements together and {self.like} {other.numel}; each "
+                f"tensor must have the shape of the one in {self.like} that it belongs to"
+            )
 
 
 @dataclass(frozen=True)

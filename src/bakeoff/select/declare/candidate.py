@@ -37,6 +37,8 @@ class Candidate:
     """Works inside torch.compile(fullgraph=True)."""
     capturable: bool = True
     """Works inside CUDA graph capture."""
+    needs_warmup: bool = False
+    """Works there only after a call on the same tensors outside of capture, in the same configuration."""
     deterministic: bool = True
     baseline: bool = False
     """Measured for the record, never chosen."""

@@ -7,12 +7,14 @@ from typing import Any
 import msgspec
 import torch
 
+from bakeoff.select.declare.lists import ListMeta
+
 __all__ = ["Case", "Cost", "TensorMeta"]
 
 Scalar = int | float | bool | str | None
 
 
-class TensorMeta(msgspec.Struct, frozen=True):
+class TensorMeta(msgspec.Struct, frozen=True, tag="tensor"):
     """What selection may know of a tensor: everything but its values."""
 
     shape: tuple[int, ...]
@@ -58,10 +60,11 @@ class TensorMeta(msgspec.Struct, frozen=True):
 class Case(msgspec.Struct, frozen=True):
     """One concrete input set of an op, as metadata. Arguments read as attributes: ``case.x.dtype``.
 
-    `args` holds every argument of the op by name: tensors as `TensorMeta`, the rest as they are.
+    `args` holds every argument of the op by name: tensors as `TensorMeta`, lists of them as `ListMeta`, the
+    rest as they are.
     """
 
-    args: dict[str, TensorMeta | Scalar]
+    args: dict[str, TensorMeta | ListMeta | Scalar]
     device: str
     name: str = ""
 
@@ -76,15 +79,26 @@ class Case(msgspec.Struct, frozen=True):
         return {name: value for name, value in self.args.items() if isinstance(value, TensorMeta)}
 
     @property
+    def lists(self) -> dict[str, ListMeta]:
+        return {name: value for name, value in self.args.items() if isinstance(value, ListMeta)}
+
+    @property
+    def data(self) -> dict[str, TensorMeta | ListMeta]:
+        """The tensors and the lists of tensors."""
+        return {name: v for name, v in self.args.items() if isinstance(v, TensorMeta | ListMeta)}
+
+    @property
     def needs_grad(self) -> bool:
         return any(meta.requires_grad for meta in self.tensors.values())
 
     def said(self, name: str) -> str:
         """Argument `name` as an error shows it."""
         value = self.args[name]
+        if isinstance(value, ListMeta):
+            return f"a list of {value.count} tensors"
         return "a tensor" if isinstance(value, TensorMeta) else reprlib.repr(value)
 
-    def replace(self, **args: TensorMeta | Scalar) -> "Case":
+    def replace(self, **args: TensorMeta | ListMeta | Scalar) -> "Case":
         """The same case with some arguments changed."""
         return Case({**self.args, **args}, self.device, self.name)
 

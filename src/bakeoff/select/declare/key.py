@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 
 from bakeoff.select.declare.case import Case, TensorMeta
+from bakeoff.select.declare.lists import ListMeta
 from bakeoff.select.declare.op import Op
 
-__all__ = ["REGIMES", "key", "layout", "round_rows", "rows_rounded", "with_layout"]
+__all__ = ["REGIMES", "key", "layout", "list_text", "round_list", "round_rows", "rows_rounded", "with_layout"]
 
 REGIMES = ("eager", "graph", "compiled")
 
@@ -62,6 +63,18 @@ def rows_rounded(case: Case) -> Case:
     return case.replace(**plain)
 
 
+def list_text(meta: ListMeta) -> str:
+    """A list of tensors as keys write it, with the elements of all: ``fp32[148 tensors, 124000000]``."""
+    dtype = str(meta.dtype).removeprefix("torch.")
+    strided = "" if meta.contiguous else ":strided"
+    return f"{_SHORT.get(dtype, dtype)}[{meta.count} tensors, {meta.numel}]{strided}"
+
+
+def round_list(meta: ListMeta) -> ListMeta:
+    """The number of tensors and their elements rounded up, every tensor contiguous."""
+    return ListMeta(round_rows(meta.count), round_rows(meta.numel), meta.dtype)
+
+
 def key(op: Op, case: Case, regime: str) -> str:
     """The readable key of a case: ``rms_norm(x=bf16[8192,4096]', ...) cuda eager``.
 
@@ -71,7 +84,9 @@ def key(op: Op, case: Case, regime: str) -> str:
     representative = op.bucket(case)
     parts = []
     for name, value in representative.args.items():
-        if isinstance(value, TensorMeta):
+        if isinstance(value, ListMeta):
+            parts.append(f"{name}={list_text(value)}")
+        elif isinstance(value, TensorMeta):
             features = op.features.get(name, len(value.shape))
             rows = len(value.shape) - features
             dims = [
@@ -82,6 +97,6 @@ def key(op: Op, case: Case, regime: str) -> str:
             text = f"{_SHORT.get(dtype, dtype)}[{','.join(dims)}]"
             text += "" if kind == "dense" or regime == "compiled" else f":{kind}"
             parts.append(f"{name}={text}{chr(39) if value.requires_grad else ''}")
-        elif value is not None:
+        elif value is not None and name not in op.settings:
             parts.append(f"{name}={value}")
     return f"{op.name}({', '.join(parts)}) {case.device.split(':')[0]} {regime}"

@@ -3,7 +3,7 @@
 import inspect
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from bakeoff.errors import Unsupported
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case, Cost, TensorMeta
+from bakeoff.select.declare.lists import TensorList, as_list, is_list
 
 __all__ = ["Op"]
 
@@ -43,10 +44,15 @@ class Op:
     every output must be batched too."""
     draw: Callable[[str, TensorMeta, torch.Generator], torch.Tensor | None] | None = None
     """An argument's own values (name, meta, generator) where random normal ones make no sense, else None."""
-    prepare: Callable[[Callable[..., Any], Sequence[Any]], Callable[[], Any]] | None = None
-    """(an implementation, arguments) -> the call to time, for an op whose everyday call differs from the
-    functional one that is verified: one that updates in place, say. None: the implementation on the
-    arguments."""
+    settings: frozenset[str] = frozenset()
+    """Numbers that no choice depends on, such as a learning rate that changes at every step."""
+    mutates: tuple[str, ...] = ()
+    """The arguments that an in-place op writes. Its reference writes nothing: it returns what each of them
+    holds after the call (None for one that is None), in this order, and then what the op returns."""
+    stands_for: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+    """For an argument of `mutates` whose bits mean little by themselves, a number split over two tensors say:
+    what it stands for, given all arguments by name. That is what the reference returns for it, and what is
+    compared."""
     home: str = ""
     """Where another process imports it: ``"module:attribute"``; by default ``bakeoff.ops.<name>.op:OP``."""
 
@@ -78,12 +84,27 @@ class Op:
 
     def case(self, args: Sequence[Any], name: str = "") -> Case:
         """The case that a call with these arguments makes."""
-        values = {
-            key: TensorMeta.of(arg) if isinstance(arg, torch.Tensor) else self.scalar(key, arg)
-            for key, arg in zip(self.params, args, strict=True)
-        }
-        device = next((str(arg.device) for arg in args if isinstance(arg, torch.Tensor)), "cpu")
+        args = self.with_lists(args)
+        values = {key: self._described(key, arg) for key, arg in zip(self.params, args, strict=True)}
+        placed = (arg for arg in args if isinstance(arg, torch.Tensor | TensorList))
+        device = next((str(arg.device) for arg in placed), "cpu")
         return Case(values, device, name)
+
+    def _described(self, name: str, arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            return TensorMeta.of(arg)
+        if isinstance(arg, TensorList):
+            return arg.meta
+        return self.scalar(name, arg)
+
+    def with_lists(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments with each list as a `TensorList`, which is what implementations get."""
+        if not any(is_list(arg) for arg in args):
+            return args
+        return [
+            as_list(arg, f"{self.name}: {name}") if is_list(arg) else arg
+            for name, arg in zip(self.params, args, strict=True)
+        ]
 
     def scalar(self, name: str, value: Any) -> Any:
         """The `value` of argument `name` as keys hold it: for a float argument 1 becomes 1.0, since the memo

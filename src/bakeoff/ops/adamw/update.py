@@ -1,88 +1,68 @@
-"""From lists of tensors to the candidate that updates them: the list form of selection."""
+"""A step and a norm of lists as they come: what implementations can't take as it lies is copied or cut up."""
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from bakeoff.ops.adamw.group import Group, Guard, Hyper
-from bakeoff.ops.adamw.op import NORM, OP, Norm, Stacked, norm_case, update_case
-from bakeoff.select import Case, Op
-from bakeoff.select.choose import hot
-from bakeoff.select.choose.dispatch import able, decide
+from bakeoff.ops.adamw.op import NORM, OP
+from bakeoff.select import TensorList, call
 
-__all__ = ["DTYPES", "guard", "overlap", "update"]
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""What parameters, gradients and moments may be."""
+__all__ = ["guard", "overlap", "take_step"]
 
 
-def update(group: Group, how: Hyper, impl: str | None, *, overlapping: bool) -> None:
+def take_step(group: Group, how: Hyper, impl: str | None, *, overlapping: bool) -> None:
     """Take one step with the candidate selected for this group, or with `impl`.
 
-    `overlapping` says whether parameters share memory (see `overlap`). The tensors of a list have one
-    device and one dtype. Layouts may differ: what doesn't lie as its parameter does is copied, and back;
-    where parameters share memory one entry at a time, as each must see what the one before has written.
+    `overlapping` says whether parameters share memory (see `overlap`). Layouts may differ: what doesn't lie
+    as its parameter does is copied, and back; where parameters share memory one entry at a time, as each must
+    see what the one before has written.
     """
-    if not group.params:
-        return
-    first = group.params[0]
-    known = (
-        len(group.params), sum([p.numel() for p in group.params]), first.device,
-        first.dtype, group.grads[0].dtype, group.exp_avg[0].dtype,
-        None if group.master is None else group.master[0].dtype,
-        how.clip_coef is not None or how.grad_scale is not None, how.found_inf is not None, overlapping,
-    )  # fmt: skip
-    chosen: Stacked = _chosen(OP, known, update_case, impl)
     for part in _entries(group) if overlapping else (group,):
         dense, copies = _densified(part)
-        chosen.update(dense, how)
+        call(OP, *dense, *how, impl=impl)
         for target, source in copies:
             target.copy_(source)
-    # Kernels that write by address are unknown to autograd, which must refuse what was saved of old values.
+    # Autograd must refuse what was saved of old values, and knows nothing of kernels that write by address.
     torch.autograd.graph.increment_version(
-        group.params if group.master is None else group.params + group.master
+        group.params if group.master is None else [*group.params, *group.master]
     )
 
 
 def guard(
-    grads: list[Tensor],
-    max_norm: float | None,
-    skip_nonfinite: bool,
-    found_inf: Tensor | None,
-    grad_scale: Tensor | None,
-    skipped: Tensor | None,
+    grads: Sequence[TensorList],
+    max_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    found_inf: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    skipped: Tensor | None = None,
     impl: str | None = None,
 ) -> Guard:
     """Judge the gradients of one device by their global norm, which is in the result.
 
     Args:
+        grads: a list for each dtype.
         max_norm: the norm that clip_coef brings larger gradients down to; None: clip_coef is 1.
         skip_nonfinite: whether a norm that is not finite sets found_inf.
         found_inf, grad_scale: as GradScaler sets them: merged into the result, and divided out of the norm.
         skipped: int64 scalar, advanced by one where found_inf is set.
         impl: the candidate to run; by default the selected one.
     """
-    dtype = functools.reduce(torch.promote_types, {g.dtype for g in grads})
-    known = (len(grads), sum([g.numel() for g in grads]), grads[0].device, dtype)
-    chosen: Norm = _chosen(NORM, known, norm_case, impl)
-    dense = [g if g.is_contiguous() or _is_dense(g) else g.contiguous() for g in grads]
-    judged: Guard = chosen.guard(dense, max_norm, skip_nonfinite, found_inf, grad_scale, skipped)
-    return judged
+    dense = [_without_gaps(listed) for listed in grads]
+    if len(dense) > 1:  # the norm of all is the norm of the norms
+        norms = [call(NORM, listed, None, False, None, None, None, impl=impl)[0] for listed in dense]
+        widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+        dense = [TensorList.of([norm.to(widest) for norm in norms])]
+    return Guard(*call(NORM, dense[0], max_norm, skip_nonfinite, found_inf, grad_scale, skipped, impl=impl))
 
 
-def _chosen(op: Op, known: tuple[Any, ...], make: Callable[..., Case], impl: str | None) -> Any:
-    """The candidate for a group, as for any call; what is `known` of the group stands for its fingerprint."""
-    if impl is not None:
-        return able(op, make(*known), impl).implementation
-    fingerprint: tuple[Any, ...] = (op, torch._C._get_deterministic_algorithms(), *known)
-    if known[2].type == "cuda" and hot.capturing():
-        fingerprint = hot.under_capture(fingerprint)
-    chosen = hot.current().get(fingerprint)
-    return decide(op, make(*known), fingerprint) if chosen is None else chosen
+def _without_gaps(tensors: TensorList) -> TensorList:
+    if tensors.meta.contiguous or all(map(_is_dense, tensors)):
+        return tensors
+    return TensorList.of([t if _is_dense(t) else t.contiguous() for t in tensors])
 
 
 def overlap(params: list[Tensor]) -> bool:
@@ -101,8 +81,8 @@ def _extent(tensor: Tensor) -> int:
 def _entries(group: Group) -> Iterator[Group]:
     """Every entry as a group of its own; a counter shared by all advances with the last one."""
     count = len(group.params)
-    earlier = [group.steps[0].clone() for _ in range(count - len(group.steps))]
-    for i, step in enumerate(earlier + group.steps):
+    earlier = [group.step[0].clone() for _ in range(count - len(group.step))]
+    for i, step in enumerate(earlier + list(group.step)):
         own = slice(i, i + 1)
         master = None if group.master is None else group.master[own]
         yield Group(
@@ -121,7 +101,7 @@ def _densified(group: Group) -> _Copies:
     columns = [group.params, group.grads, group.exp_avg, group.exp_avg_sq]
     if group.master is not None:
         columns.append(group.master)
-    if all(t.is_contiguous() for column in columns for t in column):
+    if all(column.__class__ is TensorList and column.meta.contiguous for column in columns):
         return _Copies(group, [])
     fresh = [list(column) for column in columns]
     back = []
@@ -135,7 +115,7 @@ def _densified(group: Group) -> _Copies:
             if column != 1:  # gradients are only read
                 back.append((tensor, copy))
     master = fresh[4] if group.master is not None else None
-    return _Copies(Group(fresh[0], fresh[1], fresh[2], fresh[3], group.steps, master), back)
+    return _Copies(Group(fresh[0], fresh[1], fresh[2], fresh[3], group.step, master), back)
 
 
 def _is_dense(tensor: Tensor) -> bool:
