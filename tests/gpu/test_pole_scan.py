@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+from bakeoff.kernels import variants
+from bakeoff.kernels.counter import launches
 from bakeoff.ops.pole_scan import OP, pole_scan
-from bakeoff.ops.pole_scan.autograd import _forward_op
 from bakeoff.ops.pole_scan.reference import pole_scan as reference
+from bakeoff.ops.pole_scan.triton import pole_scan as candidate
 from bakeoff.select.contests.verify import verify, yardsticks
 
 TAKEN = [case for case in OP.cases() if case.coef.shape[1] <= 16]
@@ -87,7 +89,38 @@ def test_torch_compile_whole_with_any_length():
 
 
 def test_opcheck():
-    torch.library.opcheck(_forward_op, tuple(tensors(2, 70, 40, 8)))
+    args = tensors(2, 70, 40, 8)
+    torch.library.opcheck(candidate.traced.forward, (*args, True, ""))
+    plain = [a.detach() for a in args]
+    y, end, *kept = candidate.traced.forward(*plain, True, "")
+    for wanted in ([True] * 5, [False, True, False, False, True]):
+        torch.library.opcheck(
+            candidate.traced.backward, (y, end, plain[0], plain[3], *kept, *plain, wanted, "")
+        )
+
+
+@pytest.mark.parametrize("K", [3, 16])
+def test_every_variant_is_as_exact_as_the_default(K):
+    args = tensors(3, 300, 200, K, torch.float32)
+    want = step(args)
+    dys = [torch.ones_like(x) for x in want[:2]]
+    for axis, tilings in candidate.variants(OP.case(args)).items():
+        for tiling in tilings[1:]:
+            got = candidate.bind(variants.text({axis: tiling}))(*args)
+            for mine, default in zip((*got, *torch.autograd.grad(got, args, dys)), want, strict=True):
+                assert (mine - default).abs().max() <= 5e-6 * default.abs().max(), (axis, tiling)
+
+
+def test_one_position_is_one_launch():
+    with torch.no_grad():
+        u, *poles, state = tensors(4, 1, 64, 8)
+        for _ in range(3):  # planned, recorded, replayed
+            before = launches()
+            y, end = candidate(u, *poles, state)
+            assert launches() - before == 1
+        want, last = pole_scan(u, *poles, state=state, impl="scan")
+    torch.testing.assert_close(y, want, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(end, last, rtol=1e-5, atol=1e-5)
 
 
 def test_autocast_does_not_narrow_it():

@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bakeoff.errors import Unsupported
-from bakeoff.ops.pole_scan import OP, kernels, pole_scan, run
-from bakeoff.ops.pole_scan import autograd as triton_room
+from bakeoff.kernels import variants
+from bakeoff.kernels.counter import launches
+from bakeoff.ops.pole_scan import OP, kernels, pole_scan
 from bakeoff.ops.pole_scan.plain import eager, scan
 from bakeoff.ops.pole_scan.reference import pole_scan as reference
+from bakeoff.ops.pole_scan.triton import pole_scan as triton
 from bakeoff.select import Case
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
 
-triton = triton_room.pole_scan
 # Relative to the largest element: roundings of the result, and of a float32 walk over a chunk.
 BOUND = {torch.float32: 3e-6, torch.complex64: 3e-6, torch.float16: 6e-4}
 
@@ -26,8 +27,7 @@ BOUND = {torch.float32: 3e-6, torch.complex64: 3e-6, torch.float16: 6e-4}
 @pytest.fixture
 def short_chunks(monkeypatch):
     """Chunks of 8, so that few positions are many chunks."""
-    for module in (kernels, run, triton_room):
-        monkeypatch.setattr(module, "CHUNK", 8)
+    monkeypatch.setattr(kernels, "CHUNK", 8)
 
 
 def tensors(B, T, C, K, *, dtype=torch.float32, state=True, slow=-4.0, grad=True):
@@ -73,12 +73,12 @@ def assert_equals(got, want):
         assert ((mine.to(truth.dtype) - truth).abs().max() / scale) <= BOUND[mine.dtype]
 
 
-def assert_native(args, dys=None):
+def assert_native(args, dys=None, fn=triton):
     dys = dys or cotangents(args)
     everything = [a for a in (*args, *dys) if a is not None]
     before = [a.detach().clone() for a in everything]
     with Poison() as poison:
-        got = step(triton, args, dys)
+        got = step(fn, args, dys)
     assert not poison.broken()
     assert all(torch.equal(a, b) for a, b in zip(before, everything, strict=True))
     assert_equals(got, exact(args, dys))
@@ -121,6 +121,15 @@ def test_forward_and_gradients(shape, state):
 @pytest.mark.parametrize("T", [7, 8, 9, 16, 41, 75])
 def test_many_chunks(T):
     assert_native(tensors(2, T, 3, 2))
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("K", [3, 16])
+def test_every_variant_is_as_exact_as_the_default(K):
+    args = tensors(1, 21, 40, K)
+    for axis, tilings in triton.variants(OP.case(args)).items():
+        for tiling in tilings[1:]:
+            assert_native(args, fn=triton.bind(variants.text({axis: tiling})))
 
 
 def test_grid_passes_the_contest_verification():
@@ -204,8 +213,7 @@ def test_only_what_is_wanted_is_computed():
 )
 def test_any_shape(B, T, C, K, state, dtype):
     with pytest.MonkeyPatch.context() as patch:
-        for module in (kernels, run, triton_room):
-            patch.setattr(module, "CHUNK", 8)
+        patch.setattr(kernels, "CHUNK", 8)
         assert_native(tensors(B, T, C, K, state=state, dtype=dtype))
 
 
@@ -301,6 +309,27 @@ def test_nothing_to_do(impl):
     assert not end.any()
 
 
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize(("B", "T", "C"), [(0, 4, 3), (0, 1, 3), (2, 0, 3), (2, 4, 0)])
+def test_the_kernels_too_have_nothing_to_do(B, T, C, state):
+    """A graph of torch.compile that leaves B open comes to them with B = 0."""
+    args = tensors(B, T, C, 2, state=state)
+    dys = cotangents(args)
+    y, end, *gradients = step(triton, args, dys)
+    assert y.shape == (B, T, C)
+    assert torch.equal(end, args[4]) if state else not end.any()
+    assert not any(gradient.any() for gradient in gradients[:4])
+    assert not state or torch.equal(gradients[4], dys[1])
+
+
+def test_a_state_of_no_sequences_has_a_gradient():
+    u, *poles, state = tensors(0, 4, 3, 2)
+    for impl in (None, "eager", "scan"):
+        _, end = pole_scan(u, *poles, state=state, impl=impl)
+        (gradient,) = torch.autograd.grad(end.abs().sum(), state)
+        assert gradient.shape == state.shape
+
+
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
@@ -347,7 +376,7 @@ def test_public_call_and_registered_op_agree():
     args = tensors(2, 9, 3, 2)
     dys = cotangents(args)
     one = step(lambda *a: pole_scan(*a[:4], state=a[4], impl="triton"), args, dys)
-    two = step(lambda *a: triton_room._forward_op(*a)[:2], args, dys)
+    two = step(lambda *a: triton.traced.forward(*a, True, "")[:2], args, dys)
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
@@ -355,7 +384,34 @@ def test_public_call_and_registered_op_agree():
 def test_registered_op_passes_opcheck(state):
     args = tensors(2, 9, 3, 2, state=state)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(triton_room._forward_op, tuple(args), test_utils=tests)
+    torch.library.opcheck(triton.traced.forward, (*args, True, ""), test_utils=tests)
+    u, _, _, coef, _ = plain = [a if a is None else a.detach() for a in args]
+    saved = (u, coef, *triton.traced.forward(*plain, True, "")[2:])
+    for dy, dend, wanted in (
+        (*cotangents(args), [True] * 4 + [state]),
+        (cotangents(args)[0], None, [False, True, False, False, False]),
+        (None, cotangents(args)[1], [True, False, False, True, False]),
+    ):
+        torch.library.opcheck(
+            triton.traced.backward, (dy, dend, *saved, *plain, wanted, ""), test_utils=tests
+        )
+
+
+def test_one_position_without_gradients_is_one_launch():
+    args = tensors(5, 1, 3, 2, grad=False)
+    before = launches()
+    got = triton(*args)
+    assert launches() - before == 1
+    assert_equals(got, reference(*[wide(a) for a in args]))
+
+
+@pytest.mark.parametrize(("some", "count"), [((0,), 3), ((4,), 2), ((0, 4), 3), ((1,), 4), ((0, 1, 2, 3), 5)])
+def test_gradients_that_nobody_asks_for_launch_nothing(some, count):
+    args = [a.requires_grad_(i in some) for i, a in enumerate(tensors(2, 20, 3, 2, grad=False))]
+    outputs = triton(*args)
+    before = launches()
+    torch.autograd.grad(outputs, [args[i] for i in some], cotangents(args))
+    assert launches() - before == count
 
 
 def test_compiles_whole_with_any_length():

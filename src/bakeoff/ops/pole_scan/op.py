@@ -140,7 +140,7 @@ def heuristic(case: Case, regime: str) -> str:
 
 
 def _triton() -> Implementation:
-    from bakeoff.ops.pole_scan.autograd import pole_scan
+    from bakeoff.ops.pole_scan.triton import pole_scan
 
     return pole_scan
 

@@ -22,40 +22,101 @@ states at the chunks' beginnings and ends; partial [SHARES, 4, KP, C] float64 = 
 
 from typing import NamedTuple
 
-__all__ = ["CHUNK", "UNROLL", "Tiling", "padded", "tiling"]
+__all__ = [
+    "CHUNK",
+    "BackwardTiling",
+    "ForwardTiling",
+    "backward_tilings",
+    "forward_tilings",
+    "padded",
+    "shares",
+]
 
 CHUNK = 64
 """Positions of a chunk: one constant, so that torch.compile can give buffers symbolic sizes."""
 
-UNROLL = 8
-"""Positions whose inputs are read together; a multiple of four."""
 
+class ForwardTiling(NamedTuple):
+    """How the forward is cut into programs."""
 
-class Tiling(NamedTuple):
-    """How a case is cut."""
-
-    poles: int
-    """K rounded up to a power of two."""
-    block: int
-    """Channels of a program, one a thread."""
     warps: int
+    """Of a program, each of whose threads has one channel."""
+    unroll: int
+    """Positions whose inputs are read together; a multiple of four."""
     group: int
-    """Poles of one program of the parameters' gradients (and of up to four times as many in `_local`)."""
-    shares: int
-    """Into how many parts the chunks are dealt for the parameters' gradients."""
+    """Poles of one program of `_local`; a power of two."""
 
 
-def tiling(B: int, T: int, C: int, K: int, sms: int, lanes: int = 32) -> Tiling:
-    """Programs of up to four warps; shares so that the parameters' gradients occupy `sms` multiprocessors."""
+class BackwardTiling(NamedTuple):
+    """How the backward is cut into programs."""
+
+    warps: int
+    """As in the forward, and so are `unroll` and `group`."""
+    unroll: int
+    group: int
+    grad_group: int
+    """Poles of one program of `_backward_poles`; a power of two."""
+    busy: int
+    """Warps of `_backward_poles` on a multiprocessor: into as many parts are the chunks dealt."""
+
+
+def forward_tilings(C: int, K: int, lanes: int) -> list[ForwardTiling]:
+    """What the forward may be launched with: the default, then those that differ from it least.
+
+    A warp has `lanes` threads.
+    """
     poles = padded(K)
+    default = ForwardTiling(_warps(C, lanes), 8, min(poles, 8))
+    warps, group = default.warps, default.group
+    others = [
+        default._replace(unroll=16),
+        default._replace(unroll=4),
+        default._replace(warps=warps // 2),
+        default._replace(warps=warps * 2),
+        default._replace(group=group // 2),
+        default._replace(warps=warps // 2, unroll=16),
+        default._replace(warps=warps // 2, group=group // 2),
+        default._replace(group=group // 4),
+        default._replace(warps=1),
+    ]
+    kept = [tiling for tiling in others if tiling.warps >= 1 and tiling.group >= 1]
+    return [*dict.fromkeys([default, *kept])]
+
+
+def backward_tilings(C: int, K: int, lanes: int) -> list[BackwardTiling]:
+    """What the backward may be launched with: the default, then those that differ from it least."""
+    poles = padded(K)
+    default = BackwardTiling(_warps(C, lanes), 8, min(poles, 8), min(poles, 2), 16)
+    warps, group = default.warps, default.group
+    others = [
+        default._replace(busy=32),
+        default._replace(busy=8),
+        default._replace(unroll=4),
+        default._replace(unroll=16),
+        default._replace(grad_group=1),
+        default._replace(warps=warps // 2),
+        default._replace(warps=warps * 2),
+        default._replace(group=group // 2),
+        default._replace(grad_group=1, busy=32),
+        default._replace(warps=warps // 2, busy=32),
+        default._replace(unroll=4, busy=32),
+    ]
+    kept = [tiling for tiling in others if tiling.warps >= 1 and tiling.group >= 1]
+    return [*dict.fromkeys([default, *kept])]
+
+
+def _warps(C: int, lanes: int) -> int:
+    """Of a program: as many as channels need, up to four."""
     warps = 1
     while warps < 4 and lanes * warps < C:
         warps *= 2
-    block = lanes * warps
-    group = min(poles, 2)
-    programs = -(-C // block) * (poles // group)
-    shares = min(B * -(-T // CHUNK), max(1, sms * 16 // warps // programs))
-    return Tiling(poles, block, warps, group, shares)
+    return warps
+
+
+def shares(chunks: int, C: int, K: int, tiling: BackwardTiling, multiprocessors: int, lanes: int) -> int:
+    """Into how many parts `chunks`, those of all sequences, are dealt for the poles' gradients."""
+    programs = -(-C // (lanes * tiling.warps)) * (padded(K) // tiling.grad_group)
+    return min(chunks, max(1, multiprocessors * tiling.busy // tiling.warps // programs))
 
 
 def padded(K: int) -> int:

@@ -223,7 +223,8 @@ def _finish(
     partial, dlog_radius, dtheta, dcoef, C: tl.int64, K: tl.int64, SHARES: tl.int64,
     KP: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the shares up, in float64 and in order, and turns them into the parameters' gradients."""
+    """Adds the shares up, in float64 and in order, and turns them into the parameters' gradients, of which
+    any may be absent."""
     N = C * KP
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     k = i // C
@@ -242,7 +243,10 @@ def _finish(
             si += tl.load(partial + (4 * j + 3) * N, mask=live, other=0.0)
         partial += AHEAD * 4 * N
     at = (i % C) * K + k
-    tl.store(dlog_radius + at, sr.to(tl.float32), mask=inside)
-    tl.store(dtheta + at, (-si).to(tl.float32), mask=inside)
-    tl.store(dcoef + 2 * at, gr.to(tl.float32), mask=inside)
-    tl.store(dcoef + 2 * at + 1, (-gi).to(tl.float32), mask=inside)
+    if dlog_radius is not None:
+        tl.store(dlog_radius + at, sr.to(tl.float32), mask=inside)
+    if dtheta is not None:
+        tl.store(dtheta + at, (-si).to(tl.float32), mask=inside)
+    if dcoef is not None:
+        tl.store(dcoef + 2 * at, gr.to(tl.float32), mask=inside)
+        tl.store(dcoef + 2 * at + 1, (-gi).to(tl.float32), mask=inside)
