@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from bakeoff.ops.long_conv import OP, candidates, long_conv
-from bakeoff.ops.long_conv.autograd import _forward_op
+from bakeoff.kernels.variants import text
+from bakeoff.ops.long_conv import OP, long_conv
 from bakeoff.ops.long_conv.op import MOST_TAPS, MOST_TAPS_MAJOR
 from bakeoff.ops.long_conv.reference import long_conv as reference
 from bakeoff.select.contests.verify import verify, yardsticks
@@ -165,9 +165,45 @@ for mine, plain in zip((du, dh), torch.autograd.grad(want, (u, h), dy), strict=T
 
 
 def test_opcheck(impl):
-    method = f"long_conv.{impl}"
-    assert method in candidates.METHODS
-    torch.library.opcheck(_forward_op, (*tensors(impl, 2, 70, 40, 30), True, method))
+    forward = OP.candidate(impl).implementation.traced.forward
+    for keep in (True, False):
+        torch.library.opcheck(forward, (*tensors(impl, 2, 70, 40, 30), True, keep, ""))
+
+
+def test_every_variant(impl):
+    """Against float64, at a length of its own and at another."""
+    major, channels = impl != "direct", 64
+    for T in (4096, 1000):
+        L = 4 if impl == "direct" else 500
+        args = tensors(impl, 3, T, channels, L, major=major)
+        op = OP.candidate(impl).implementation
+        variants = op.variants(OP.case((*tensors(impl, 3, 4096, channels, L, major=major), True)))
+        for axis, tilings in variants.items():
+            for tiling in tilings:
+                call = op.bind(text({axis: tiling}))
+                out = call(*args, True)
+                check((out, *torch.autograd.grad(out, args, torch.ones_like(out))), args)
+
+
+@pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
+def test_repeated_calls_side_streams_and_other_threads(impl, major):
+    """From the third call of a kind on launches are replayed: on the current stream, in whatever thread, and
+    by the planner where an address isn't aligned."""
+    args = tensors(impl, 2, 1024, 64, 4, major=major)
+    want = step(args, impl)
+    for _ in range(3):
+        for a, b in zip(step(args, impl), want, strict=True):
+            assert torch.equal(a, b)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = step(args, impl)
+    stream.synchronize()
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)
+    moved = [torch.empty(a.numel() + 1, device="cuda", dtype=a.dtype)[1:] for a in args]
+    moved = [m.as_strided(a.shape, a.stride()).copy_(a.detach()) for m, a in zip(moved, args, strict=True)]
+    check(step([a.detach().requires_grad_() for a in moved], impl), args)
 
 
 def test_autocast_does_not_narrow_it(impl):

@@ -1,9 +1,10 @@
-"""CUDA C++ candidates on the CPU: `bakeoff.cuda` with a compiler for this machine and threads for threads."""
+"""CUDA C++ on the CPU: `bakeoff.kernels.cuda` with a compiler for this machine and threads for threads."""
 
 import ctypes
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,25 +12,29 @@ from pathlib import Path
 import pytest
 import torch
 
-import bakeoff
-from bakeoff import cuda
-from bakeoff.ops.long_conv import direct, direct_major, fft
+from bakeoff import hardware
+from bakeoff.kernels import cuda, triton
+from bakeoff.kernels import plan as plan_module
+from bakeoff.kernels.plan import _unrecordable
+from bakeoff.ops.long_conv.direct.convolution import direct
+from bakeoff.ops.long_conv.fft.convolution import fft
+from bakeoff.ops.long_conv.toeplitz.convolution import toeplitz
+from bakeoff.ops.spectral_filter.fft import fft as spectral
 
 HARNESS = Path(__file__).with_name("emulation.cpp")
-ROOT = Path(bakeoff.__file__).parent
 
 
 @functools.cache
-def _library(source, kernels, options):
+def _library(source, kernel, options):
     """The compiled source, kept for all workers of the run under a name made of everything it depends on."""
     command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-pthread", *options]
     command += [
         "-march=native",
         "-ffp-contract=fast",
     ]  # products that are added to something, as NVRTC has them
-    command += [f'-DSOURCE="{ROOT / source}"', "-DKERNELS=" + " ".join(f"KERNEL({name})" for name in kernels)]
-    headers = b"".join(path.read_bytes() for path in sorted((ROOT / source).parent.glob("*.cuh")))
-    text = headers + (ROOT / source).read_bytes() + HARNESS.read_bytes() + repr(command).encode()
+    command += [f'-DSOURCE="{source}"', f"-DKERNEL={kernel}"]
+    texts = [path.read_bytes() for path in _included(source)]
+    text = b"".join(texts) + HARNESS.read_bytes() + repr(command).encode()
     folder = Path(os.environ["BAKEOFF_TEST_RUN"]) / "emulation"
     folder.mkdir(exist_ok=True)
     path = folder / f"{hashlib.sha256(text).hexdigest()[:16]}.so"
@@ -41,51 +46,96 @@ def _library(source, kernels, options):
     return ctypes.CDLL(str(path))
 
 
-class Module:
-    """As `bakeoff.cuda.Module`."""
+def _included(source):
+    """A source and the files it includes, directly or not."""
+    found = [source]
+    for path in found:
+        for name in re.findall(r'#include "([^"]+)"', path.read_text()):
+            included = (path.parent / name).resolve()
+            if included not in found:
+                found.append(included)
+    return found
 
-    def __init__(self, source, kernels, options, device):
-        del device
-        self.library = _library(source, tuple(kernels), tuple(options))
-        self.allowed = dict.fromkeys(kernels, 0)
 
-    def allow_shared(self, kernel, nbytes):
-        self.allowed[kernel] = nbytes
+class Loaded:
+    """As `bakeoff.kernels.cuda.Loaded`."""
 
-    def launch(self, kernel, blocks, threads, shared, *args):
-        assert shared <= max(self.allowed[kernel], 48 << 10)
+    def __init__(self, source, name, device, shared, options, parameters):
+        assert device.type == "cpu"
+        assert shared <= hardware.shared_memory(-1)
+        self.library = _library(source, name, options)
+        self.shared, self.parameters = shared, parameters
+
+    def launch(self, stream, blocks, threads, *values):
+        del stream
         assert threads <= 1024
-        cuda._count += 1
-        given = [self._argument(a) for a in args]
-        pointers = (ctypes.c_void_p * len(given))(
-            *(ctypes.cast(ctypes.byref(a), ctypes.c_void_p) for a in given)
-        )
-        assert self.library.emulate(kernel.encode(), blocks, threads, shared, pointers, len(given)) == 0
+        assert all(isinstance(value, int) for value in values)  # as the driver's launch asks for
+        slots = (ctypes.c_int64 * len(values))(*values)
+        start = ctypes.addressof(slots)
+        places = (ctypes.c_void_p * len(values))(*range(start, start + 8 * len(values), 8))
+        assert self.library.emulate(blocks, threads, self.shared, places, len(values)) == 0
 
-    @staticmethod
-    def _argument(value):
-        if value is None:
-            return ctypes.c_void_p(None)
-        if isinstance(value, torch.Tensor):
-            assert value.numel() == 0 or value.untyped_storage().data_ptr()
-            return ctypes.c_void_p(value.data_ptr() or None)
-        return ctypes.c_int(value)  # refuses floats, as the launcher does
+    def launch_now(self, blocks, threads, *values):
+        self.launch(0, blocks, threads, *values)
+
+
+class Interpreted:
+    """A launch of an interpreted Triton kernel, to be repeated with other addresses."""
+
+    def __init__(self, kernel, named):
+        self.kernel = kernel
+        self.dtypes = [
+            t.dtype if isinstance(t, torch.Tensor) else None for t in map(named.get, kernel.runtime)
+        ]
+        self.constants = {name: value for name, value in named.items() if name not in kernel.runtime}
+
+    def replay(self, grid, arguments, prefix):
+        return f"{prefix}run(({grid}), [{arguments}])", {f"{prefix}run": self.run}
+
+    def run(self, grid, values):
+        values = [
+            v if dtype is None else torch.frombuffer((ctypes.c_char * 16).from_address(v), dtype=dtype)
+            for v, dtype in zip(values, self.dtypes, strict=True)
+        ]
+        named = dict(zip(self.kernel.runtime, values, strict=True))
+        self.kernel.function[grid](**named, **self.constants)
+
+
+def _interpret(launch, kernel, grid, named):
+    launch(kernel, grid, **named)
+    tensors = [t for t in named.values() if isinstance(t, torch.Tensor)]
+    return None if any(t.data_ptr() % 16 for t in tensors) else Interpreted(kernel, named)
+
+
+def forget_plans():
+    """What calls have recorded, on a device that may have been another."""
+    for root in (direct, toeplitz, fft, spectral):
+        for kernel_op in (root, *root._bound.values()):
+            for run in (kernel_op._fill, kernel_op._fill_gradients):
+                run.__globals__["plans"].clear()
+
+
+def replays(kernel_op):
+    """Whether what a call does is written out, forward and backward, for every kind of call seen twice."""
+    kinds = [run.__globals__["plans"].values() for run in (kernel_op._fill, kernel_op._fill_gradients)]
+    return [all(plan is not _unrecordable for plan in plans) and any(plans) for plans in kinds]
 
 
 def emulate(monkeypatch, shared=227 << 10):
-    """CUDA candidates run here, built anew, on a device with `shared` bytes of shared memory a block."""
+    """CUDA candidates run here, on a device with `shared` bytes of shared memory a block; Triton's kernels
+    are interpreted, also where a call's launches are recorded and replayed."""
     if shutil.which("g++") is None:
         pytest.skip("emulating CUDA needs g++")
-    for cache in (
-        fft._kernels,
-        fft._twiddles,
-        fft.launch,
-        direct._module,
-        direct._launch,
-        direct_major._module,
-        direct_major._launch,
-    ):
-        cache.cache_clear()
-    monkeypatch.setattr(cuda, "Module", Module)
+    forget_plans()
+    cuda.cuda_kernel.cache_clear()
+    monkeypatch.setattr(cuda, "Loaded", Loaded)
     monkeypatch.setattr(cuda, "missing", lambda: None)
-    monkeypatch.setattr(cuda, "limits", lambda device: cuda.Limits(2, shared))
+    monkeypatch.setattr(hardware, "shared_memory", lambda device: shared)
+    surroundings = plan_module._surroundings
+    monkeypatch.setattr(plan_module, "_surroundings", lambda: {**surroundings(), "stream": 0})
+    launch = triton.TritonKernel.__call__
+    monkeypatch.setattr(
+        triton.TritonKernel,
+        "__call__",
+        lambda kernel, grid, /, **named: _interpret(launch, kernel, grid, named),
+    )

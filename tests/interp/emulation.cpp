@@ -1,5 +1,5 @@
 // CUDA C++ on a CPU: each thread of a block is a thread here, and a block a barrier. Compiled together with a
-// source of kernels, -DSOURCE="..." and -DKERNELS=KERNEL(a) KERNEL(b); blocks run one after the other.
+// source of kernels, -DSOURCE="..." and -DKERNEL=name; blocks run one after the other.
 
 #include <atomic>
 #include <barrier>
@@ -13,6 +13,9 @@
 
 struct float2 {
     float x, y;
+};
+struct float4 {
+    float x, y, z, w;
 };
 static float2 make_float2(float x, float y) { return {x, y}; }
 struct Index {
@@ -138,9 +141,6 @@ static int run(void (*kernel)(A...), int blocks, int threads, int shared, void *
 }
 
 // As cuLaunchKernel: pointers to the arguments, but how many there are, too.
-extern "C" int emulate(const char *name, int blocks, int threads, int shared, void **args, int given) {
-#define KERNEL(kernel) \
-    if (std::string(name) == #kernel) return run(kernel, blocks, threads, shared, args, given);
-    KERNELS
-    return 1;
+extern "C" int emulate(int blocks, int threads, int shared, void **args, int given) {
+    return run(KERNEL, blocks, threads, shared, args, given);
 }

@@ -1,24 +1,29 @@
 """long_conv's own kernels, Triton interpreted and CUDA C++ emulated, against the reference; its laws."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bakeoff import hardware
+from bakeoff.channel_major.rows import empty_rows, pack, result_like, unpack
 from bakeoff.errors import Unsupported
+from bakeoff.fft_conv import plans
+from bakeoff.fft_conv.plans import FFTPlan, choose
+from bakeoff.kernels import counter
+from bakeoff.kernels.plan import Plan
+from bakeoff.kernels.variants import text
 from bakeoff.ops.long_conv import OP, long_conv
-from bakeoff.ops.long_conv import direct as direct_room
-from bakeoff.ops.long_conv import direct_major as major_room
-from bakeoff.ops.long_conv import fft as fft_room
-from bakeoff.ops.long_conv import plan as plan_room
+from bakeoff.ops.long_conv.direct import channel_major
 from bakeoff.ops.long_conv.op import MOST_TAPS_MAJOR
-from bakeoff.ops.long_conv.plan import Plan, plan
 from bakeoff.ops.long_conv.reference import long_conv as reference
-from bakeoff.ops.long_conv.rows import room_like, rows, unpack
 from bakeoff.select import TensorMeta
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
-from tests.interp.emulated import emulate
+from bakeoff.select.declare.variants import at
+from tests.interp.emulated import emulate, replays
 
 # Relative to the largest element: roundings of operands and of the result.
 BOUND = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -38,8 +43,7 @@ def every(request, monkeypatch):
 
 
 def emulated(name, monkeypatch):
-    if name != "toeplitz":
-        emulate(monkeypatch)
+    emulate(monkeypatch)
     return OP.by_name[name]
 
 
@@ -130,9 +134,11 @@ def test_every_plan(candidate, T, L):
 @pytest.mark.parametrize("B", [1, 3])
 def test_rows_longer_than_the_chip_holds(candidate, monkeypatch, B, T, L, dtype):
     """With shared memory for 512 values: 2, 4 and 8 parts, of one row alone some of them."""
-    shared = max(Plan(512, 1).shared)
+    shared = FFTPlan(512, backward=True).shared
     emulate(monkeypatch, shared=shared)
-    assert plan(T, L, shared).outer > 1
+    monkeypatch.setattr(plans, "_PASSES", {n: plans._PASSES[n] for n in (512, 1024)})
+    plans._ranked.cache_clear()
+    assert choose(T, L, shared).segments > 1 or choose(T, L, shared).windows
     check(candidate, tensors(B, T, 2, L, dtype, optional=(True, False, False), wide_filter=False))
 
 
@@ -152,12 +158,16 @@ WINDOWS = {
 @pytest.mark.parametrize(("T", "L", "n", "outer"), WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("B", [1, 3])
 def test_windows(candidate, monkeypatch, T, L, n, outer, B):
-    monkeypatch.setattr(fft_room, "plan", lambda *_, **__: Plan(n, outer, half=False, windows=True))
+    def windows(*_, backward=False, **__):
+        return FFTPlan(n, outer, half=False, windows=True, backward=backward)
+
+    monkeypatch.setattr(plans, "choose", windows)
     check(candidate, tensors(B, T, 2, L, optional=(True, False, False)))
     check(candidate, tensors(B, T, 2, L, torch.float16, wide_filter=False))
     args = tensors(B, T, 2, L, optional=PLAIN)
-    out = candidate.implementation(*args, True)
-    (mine,) = torch.autograd.grad(out.sum(), args[0])  # h's gradient isn't wanted
+    (mine,) = torch.autograd.grad(
+        candidate.implementation(*args, True).sum(), args[0]
+    )  # h's gradient isn't wanted
     (exact,) = torch.autograd.grad(reference(*args, True).sum(), args[0])
     torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-4)
 
@@ -168,9 +178,9 @@ def test_windows_do_not_touch_each_other(candidate, trouble):
     """Bit for bit, whatever is in one of them, of an even number: its pair's other row is another window."""
     u, h, *_ = tensors(2, 3000, 2, 100, optional=PLAIN)
     u = u.detach()
-    how = plan(3000, 100, 227 << 10)
-    valid = how.valid(3000, 100)
-    assert how.windows
+    fft = choose(3000, 100, 227 << 10, single=True)
+    valid = fft.valid(3000, 100)
+    assert fft.windows
     assert 3 * valid < 3000
     other = u.clone()
     other[0, 2 * valid + 5] = trouble
@@ -187,17 +197,17 @@ def test_windows_do_not_touch_each_other(candidate, trouble):
 def test_rows_longer_than_the_device_takes(candidate, monkeypatch, T, L):
     """Which a graph of torch.compile for every length brings: PyTorch's FFTs run."""
     emulate(monkeypatch, shared=1 << 10)
-    assert plan(T, L, 1 << 10) is None
+    assert choose(T, L, 1 << 10) is None
     check(candidate, tensors(3, T, 2, L))
     check(candidate, tensors(3, T, 2, L, torch.float16, optional=(True, False, False)))
 
 
 @pytest.mark.parametrize("candidate", ["fft"], indirect=True)
 def test_a_graph_for_any_length_takes_rows_longer_than_the_device_does(candidate, monkeypatch):
-    shared = max(Plan(256, 1).shared)
+    shared = FFTPlan(256, backward=True).shared
     emulate(monkeypatch, shared=shared)
-    assert plan(100, 4200, shared)
-    assert plan(4200, 4200, shared) is None
+    assert choose(100, 4200, shared)
+    assert choose(4200, 4200, shared) is None
     compiled = torch.compile(lambda *given: long_conv(*given[:2], skip=given[2], impl="fft"), dynamic=True)
     for T, stance in ((100, "default"), (4200, "fail_on_recompile")):
         args = tensors(2, T, 2, 4200, optional=(True, False, False))[:3]
@@ -211,12 +221,15 @@ def test_a_graph_for_any_length_takes_rows_longer_than_the_device_does(candidate
 
 @pytest.mark.parametrize("candidate", ["fft"], indirect=True)
 @pytest.mark.parametrize("outer", [1, 4])
-@pytest.mark.parametrize("keeps", [False, True])
-def test_pairs_with_and_without_room_for_the_filter(monkeypatch, candidate, outer, keeps):
+@pytest.mark.parametrize("keeps", [False, True], ids=["anew", "kept"])
+def test_pairs_with_and_without_the_stored_filter(monkeypatch, candidate, outer, keeps):
     """With more channels than blocks fit, so that a block has several pairs."""
-    tuning = Plan(512, 1).tuning._replace(blocks=(1, 1), keeps=keeps)
-    monkeypatch.setattr(plan_room, "_TUNINGS", {512: tuning})
+    passes = FFTPlan(512).passes._replace(blocks=(1, 1), stores_spectrum=keeps)
+    monkeypatch.setattr(plans, "_PASSES", {512: passes})
+    plans._ranked.cache_clear()
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 2)
     check(candidate, tensors(5, 256 * outer, 5, 256 * outer, optional=(True, False, False)))
+    plans._ranked.cache_clear()
 
 
 def test_gradients_that_are_expanded_or_transposed(candidate):
@@ -288,55 +301,107 @@ def test_an_impulse_returns_the_filter(candidate):
 def test_repeats_itself_bit_for_bit(candidate):
     args = tensors(2, 260, 3, 260, torch.float16)
     dout = torch.randn(2, 260, 3).half()
-    once, again = (step(candidate.implementation, args, dout) for _ in range(2))
-    for first, second in zip(once, again, strict=True):
+    for first, second in zip(
+        step(candidate.implementation, args, dout), step(candidate.implementation, args, dout), strict=True
+    ):
         assert torch.equal(first, second)
 
 
 def test_packing_and_unpacking_are_inverse(candidate):
     for x in (torch.randn(3, 70, 5), torch.randn(3, 5, 70).transpose(1, 2), torch.randn(2, 128, 1)):
-        packed = rows(x)
-        assert torch.equal(packed[:, :, : x.shape[1]], x.transpose(1, 2))
-        assert not packed[:, :, x.shape[1] :].any()
-        back, second = unpack(packed, x, other=x, both=True)
+        plan = Plan({"x": x})
+        packed = pack(plan, x)
+        values = packed.view()
+        assert torch.equal(values[:, :, : x.shape[1]], x.transpose(1, 2))
+        assert not values[:, :, x.shape[1] :].any()
+        back, square = result_like(x), result_like(x)
+        unpack(plan, packed, back, product=square, factor=x)
         assert torch.equal(back, x)
-        assert torch.equal(second, x * x)
+        assert torch.equal(square, x * x)
         assert back.stride() == x.stride()
+        square.zero_()
+        unpack(plan, packed, None, product=square, factor=x)
+        assert torch.equal(square, x * x)
 
 
 def test_rows_are_not_copied(candidate):
     x = torch.randn(2, 3, 256).transpose(1, 2)
-    assert rows(x).data_ptr() == x.data_ptr()
+    plan = Plan({"x": x})
+    packed = pack(plan, x)
+    assert packed.data is x
+    assert torch.equal(packed.view(), x.mT)
+    assert not plan.launches
+    assert empty_rows(plan, x).shape == packed.shape
+
+
+FEW_THREADS = "forward(channels=8,reads=8,threads=8,blocks=1,pieces=2) "
+FEW_THREADS += "backward(channels=2,reads=8,threads=8,blocks=1,pieces=2)"
 
 
 @pytest.fixture
 def direct(monkeypatch):
     """The candidate for few taps, with room for few blocks, so that they have several pieces each."""
-    for room in (direct_room, major_room):
-        monkeypatch.setattr(room, "tiling", narrowed(room.tiling))
-    monkeypatch.setattr(major_room, "_WARP", 4)
-    return emulated("direct", monkeypatch)
+    monkeypatch.setattr(channel_major, "_WARP", 4)
+    monkeypatch.setattr(hardware, "multiprocessors", lambda device: 1)
+    return at(emulated("direct", monkeypatch), FEW_THREADS)
 
 
-def narrowed(tiling):
-    """As `tiling`, with small blocks."""
-    return lambda *given: tiling(*given)._replace(threads=8, blocks=2)
+@pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
+@pytest.mark.parametrize("optional", [PLAIN, GATED], ids=["plain", "gated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_recorded_calls_are_replayed(every, optional, dtype, major):
+    """From the third call of a kind on, each way: launches and PyTorch's calls between them, in their order;
+    by the planner again where an address isn't aligned."""
+    launched = []
+    for _ in range(4):
+        before = counter.launches()
+        check(every, tensors(2, 136, 8, 4, dtype, optional, major, wide_filter=dtype == torch.float32))
+        launched.append(counter.launches() - before)
+    assert len(set(launched)) == 1
+    assert launched[0] > 0
+    assert replays(every.implementation) == [True, True]
+    args = tensors(2, 136, 8, 4, dtype, optional, major, wide_filter=dtype == torch.float32)
+    args[0] = misaligned(args[0].detach()).requires_grad_()
+    check(every, args)
 
 
-@pytest.mark.parametrize(
-    ("name", "launch", "major"),
-    [
-        ("fft", fft_room.launch, False),
-        ("direct", direct_room._launch, False),
-        ("direct", major_room._launch, True),
-    ],
-)
-def test_what_a_launch_needs_is_worked_out_once(monkeypatch, name, launch, major):
-    """Per length, and each way."""
+def misaligned(x):
+    """x one element further on in memory."""
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].as_strided(x.shape, x.stride())
+    return moved.copy_(x)
+
+
+VARIANTS = [
+    ("direct", 4, False), ("direct", 4, True), ("direct", 20, False), ("toeplitz", 70, True),
+    ("fft", 24, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "L", "major"), VARIANTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_variant(monkeypatch, name, L, major, dtype):
+    """Also at a length, of channels and of rows, that it wasn't made for."""
     candidate = emulated(name, monkeypatch)
-    for T in (70, 70, 90):
-        check(candidate, tensors(2, T, 6, 4, major=major))
-    assert launch.cache_info().misses == 4
+    shapes = [(2, 600, 8, L), (1, 77, 3, L)]
+    made_for = tensors(*shapes[0], dtype, major=major)
+    found = candidate.implementation.variants(OP.case([*made_for, True]))
+    assert min(map(len, found.values())) > 4
+    for forward, backward in itertools.zip_longest(found["forward"][1:12], found["backward"][1:12]):
+        axes = {"forward": forward, "backward": backward}
+        bound = at(candidate, text({axis: x for axis, x in axes.items() if x is not None}))
+        for shape in shapes:
+            check(bound, tensors(*shape, dtype, optional=(1, 0, 1), major=major, wide_filter=False))
+
+
+def test_the_default_comes_first(every):
+    """Bit for bit: what a call without a variant does."""
+    args, dout = tensors(2, 150, 8, 4), torch.randn(2, 150, 8)
+    found = every.implementation.variants(OP.case([*args, True]))
+    first = at(every, text({axis: tilings[0] for axis, tilings in found.items()}))
+    for a, b in zip(
+        step(every.implementation, args, dout), step(first.implementation, args, dout), strict=True
+    ):
+        assert torch.equal(a, b)
 
 
 def few(B, T, C, L, dtype=torch.float32, **kind):
@@ -472,11 +537,11 @@ def test_direct_on_overlapping_windows(direct):
     check(direct, [u.detach().requires_grad_(), *tensors(2, 9, 24, 4)[1:]])
 
 
-def test_room_whose_offsets_fit_into_an_int():
+def test_results_whose_offsets_fit_into_an_int():
     batch_inside = torch.empty(1 << 15, 64, 512, device="meta").transpose(0, 1)
-    assert room_like(batch_inside).stride() == (512, 1 << 15, 1)
+    assert result_like(batch_inside).stride() == (512, 1 << 15, 1)
     batch_inside = torch.empty(1 << 15, 128, 512, device="meta").transpose(0, 1)
-    assert room_like(batch_inside).is_contiguous()
+    assert result_like(batch_inside).is_contiguous()
 
 
 def test_taps_beyond_the_sequence_have_no_effect(every):

@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from bakeoff.errors import Unsupported
-from bakeoff.ops.long_conv import fft as fft_room
-from bakeoff.ops.long_conv.plan import plan
+from bakeoff.fft_conv import launch
+from bakeoff.fft_conv.plans import FFTPlan, choose
+from bakeoff.kernels import counter
+from bakeoff.kernels.variants import text
 from bakeoff.ops.spectral_filter import OP, spectral_filter
 from bakeoff.ops.spectral_filter.plain import eager
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
 from bakeoff.select import Case, TensorMeta
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
-from tests.interp.emulated import emulate
+from bakeoff.select.declare.variants import at
+from tests.interp.emulated import emulate, replays
 
 FORMS = pytest.mark.parametrize("fn", [reference, eager])
 SIZES = pytest.mark.parametrize(("T", "K"), [(1, 1), (2, 2), (7, 4), (8, 5), (8, 3), (9, 0), (13, 7)])
@@ -174,13 +177,39 @@ def test_on_chip_in_half_precision(on_chip):
 
 @pytest.mark.parametrize(("B", "T"), [(3, 1024), (1, 2048), (3, 2048), (1, 4096)])
 def test_rows_that_fit_on_no_chip(on_chip, B, T):
-    assert plan(T, T, 20 << 10, circular=True).outer == T // 512
+    shared = FFTPlan(512, backward=True).shared
+    assert choose(T, T, shared, circular=True).segments >= T // 512
     for K in (T // 4, T // 2 + 1):
-        check_on_chip(on_chip(20 << 10), *tensors(B, T, 1, K, torch.float32), 1e-6)
+        check_on_chip(on_chip(shared), *tensors(B, T, 1, K, torch.float32), 1e-6)
+
+
+@pytest.mark.parametrize("B", [1, 3])
+def test_every_tiling(on_chip, B):
+    """Also of another length, which some don't suit."""
+    candidate = on_chip()
+    x, weight = tensors(B, 1024, 1, 100, torch.float32)
+    found = candidate.implementation.variants(OP.case((x, weight)))
+    assert found["forward"][0].segment == found["backward"][0].segment == 1024
+    for forward, backward in zip(found["forward"], found["backward"], strict=False):
+        bound = at(candidate, text({"forward": forward, "backward": backward}))
+        check_on_chip(bound, x, weight, 1e-6)
+        check_on_chip(bound, *tensors(B, 512, 1, 100, torch.float32), 1e-6)
+
+
+def test_recorded_calls_are_replayed(on_chip):
+    candidate = on_chip()
+    launched = []
+    for _ in range(4):
+        before = counter.launches()
+        check_on_chip(candidate, *tensors(3, 256, 2, 100, torch.float32), 1e-6)
+        launched.append(counter.launches() - before)
+    assert launched[0] > 0
+    assert len(set(launched)) == 1
+    assert replays(candidate.implementation) == [True, True]
 
 
 def test_several_pairs_of_rows_in_a_block(on_chip, monkeypatch):
-    monkeypatch.setattr(fft_room, "_shares", lambda *_: 1)
+    monkeypatch.setattr(launch, "splits", lambda *_: 1)
     check_on_chip(on_chip(), *tensors(5, 256, 2, 100, torch.float32), 1e-6)
 
 
@@ -230,7 +259,9 @@ def test_on_chip_says_what_it_can_not_do(on_chip):
     x = torch.randn(1, 256, 2).half().requires_grad_()
     y = spectral_filter(x, weight, impl="fft")
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"spectral_filter can.t be differentiated twice.*using\(spectral"):
+    with pytest.raises(
+        RuntimeError, match=r"spectral_filter's kernels can't be differentiated twice.*using\(spectral"
+    ):
         torch.autograd.grad(dx.sum(), x)
 
 

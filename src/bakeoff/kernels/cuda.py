@@ -1,12 +1,12 @@
-"""CUDA C++ sources of this package, compiled when they are first needed, by the NVRTC that PyTorch's CUDA
-builds bring along: no build step and no compiler to install.
+"""CUDA C++ kernels, compiled when they are first needed, by the NVRTC that PyTorch's CUDA builds bring along:
+no build step and no compiler to install.
 """
 
 import ctypes
 import re
+import struct
 import threading
-from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,12 @@ from torch import Tensor
 
 from bakeoff.kernels import counter
 
-__all__ = ["CudaKernel", "CudaModule", "missing"]
+__all__ = ["DATA", "CudaKernel", "Loaded", "cuda_kernel", "missing", "options", "parameters"]
+
+DATA = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What ``data.cuh`` calls dtypes."""
+
+_MOST_PARAMETERS = 64
 
 
 def missing() -> str | None:
@@ -25,111 +30,144 @@ def missing() -> str | None:
     return None if torch.cuda.is_available() else "needs an NVIDIA GPU"
 
 
-class CudaModule:
-    """A source file compiled with some options for one device.
+@lru_cache(maxsize=1024)
+def cuda_kernel(
+    source: Path, name: str, device: torch.device, shared: int = 0, **macros: int
+) -> "CudaKernel":
+    """The kernel `name` of a source, compiled for a device (with an index) with a -D for each of `macros`,
+    to be launched with `shared` bytes of dynamic shared memory. Compiled once for the same arguments.
 
     Raises RuntimeError, with the compiler's log, where it can't be compiled.
     """
+    return CudaKernel(source, name, device, shared, options(macros))
 
-    def __init__(self, path: Path, kernels: Sequence[str], options: Sequence[str], device: torch.device):
-        self.path = path
-        self.device = torch.device(
-            device.type, torch.cuda.current_device() if device.index is None else device.index
-        )
-        self._kernels = self._compiled(kernels, options)
 
-    def _compiled(self, kernels: Sequence[str], options: Sequence[str]) -> Any:
-        from torch.cuda import _utils
+def options(macros: dict[str, int]) -> tuple[str, ...]:
+    """What the compiler is told."""
+    return tuple(f"-D{name}={int(value)}" for name, value in macros.items())
 
-        with torch.cuda.device(self.device):
-            _bind(self.device.index)
-            binary, _ = _utils._nvrtc_compile(
-                self.path.read_text(),
-                kernels[0],
-                cuda_include_dirs=[str(self.path.parent)],
-                nvcc_options=["--std=c++17", *options],
+
+class CudaKernel:
+    """Launches one kernel: ``kernel((blocks,), threads=256, x=x, T=T)``, with its arguments by the names that
+    the source gives them: tensors or None for pointers, and integers for C's int."""
+
+    def __init__(
+        self, source: Path, name: str, device: torch.device, shared: int, options: tuple[str, ...]
+    ) -> None:
+        self.name = name
+        self.runtime = parameters(source, name)
+        """The names of the arguments that a launch passes, in order."""
+        self._names = frozenset(self.runtime)
+        self.loaded = Loaded(source, name, device, shared, options, len(self.runtime))
+
+    def __call__(self, grid: tuple[int, ...], /, *, threads: int, **named: Any) -> "_Launch | None":
+        """Launch once on the device's current stream. The result is what later launches of the same kind may
+        use, or None where they can't, as an address isn't aligned to 16 bytes."""
+        if named.keys() != self._names:
+            wrong = sorted(named.keys() ^ self._names)
+            raise TypeError(
+                f"{self.name} takes {', '.join(self.runtime)}; wrong or missing: {', '.join(wrong)}"
             )
-            return _utils._cuda_load_module(binary, list(kernels))
-
-    def allow_shared(self, kernel: str, nbytes: int) -> None:
-        """Let `kernel` use so much shared memory."""
-        with torch.cuda.device(self.device):
-            self._kernels[kernel].set_shared_memory_config(nbytes)
-
-    def launch(self, kernel: str, stream: int, blocks: int, threads: int, shared: int, *values: int) -> None:
-        """Run `kernel` on `stream`. `values` are addresses, 0 for a null pointer, and numbers of C's type
-        int."""
-        if not _thread.bound:
-            _bind(self.device.index)
-        # Eight bytes for each, of which the driver reads as many as the kernel's argument has.
-        slots = (ctypes.c_int64 * len(values))(*values)
-        start = ctypes.addressof(slots)
-        places = (ctypes.c_void_p * len(values))(*range(start, start + 8 * len(values), 8))
-        status = _driver().cuLaunchKernel(
-            self._kernels[kernel].func, blocks, 1, 1, threads, 1, 1, shared, stream, places, None
-        )
-        if status:
-            raise RuntimeError(f"CUDA refused to launch {kernel}: error {status} of the driver")
+        counter.count()
+        values, addresses = [], 0
+        for name in self.runtime:
+            value = named[name]
+            if isinstance(value, Tensor):
+                value = value.data_ptr()
+                addresses |= value
+            elif value is None:
+                value = 0
+            elif not -(1 << 31) <= value < 1 << 31:
+                raise OverflowError(f"{self.name}: {name} = {value} does not fit into C's int")
+            values.append(value)
+        self.loaded.launch_now(grid[0], threads, *values)
+        return _Launch(self, threads) if addresses & 15 == 0 else None
 
 
 class _Launch(NamedTuple):
     """What later launches of one kind need."""
 
-    kernel: "CudaKernel"
+    kernel: CudaKernel
     threads: int
-    shared: int
 
     def replay(self, grid: str, arguments: str, prefix: str) -> tuple[str, dict[str, Any]]:
         """The line of Python that launches it on `stream`, and the objects that line names."""
         blocks = grid.split(",")[0]
         words = arguments.replace("None", "0")
-        line = f"{prefix}run({self.kernel.name!r}, stream, {blocks}, {self.threads}, {self.shared}, {words})"
-        return line, {f"{prefix}run": self.kernel.module.launch}
+        return f"{prefix}run(stream, {blocks}, {self.threads}, {words})", {
+            f"{prefix}run": self.kernel.loaded.launch
+        }
 
 
-class CudaKernel:
-    """Launches one kernel of a module: ``kernel((blocks,), threads=256, shared=0, x=x, T=T)``, its arguments
-    by
-    the names that the source gives them."""
+class Loaded:
+    """A kernel in the driver, with `parameters` pointers and integers for arguments."""
 
-    def __init__(self, module: CudaModule, name: str) -> None:
-        self.module, self.name = module, name
-        self.runtime = parameters(module.path, name)
+    def __init__(
+        self,
+        source: Path,
+        name: str,
+        device: torch.device,
+        shared: int,
+        options: tuple[str, ...],
+        parameters: int,
+    ) -> None:
+        from torch.cuda import _utils
 
-    def __call__(
-        self, grid: tuple[int, ...], /, *, threads: int, shared: int = 0, **named: Any
-    ) -> _Launch | None:
-        """Launch once. The result is what later launches of the same kind may use, or None where they
-        can't."""
-        if named.keys() != set(self.runtime):
-            wrong = sorted(named.keys() ^ set(self.runtime))
-            raise TypeError(
-                f"{self.name} takes {', '.join(self.runtime)}; wrong or missing: {', '.join(wrong)}"
+        self.name, self.shared = name, shared
+        self.index: int = device.index
+        with torch.cuda.device(self.index):
+            _bind(self.index)
+            binary, _ = _utils._nvrtc_compile(
+                source.read_text(),
+                name,
+                cuda_include_dirs=[str(source.parent)],
+                nvcc_options=["--std=c++17", *options],
             )
-        counter.count()
-        values = [named[name] for name in self.runtime]
-        values = [v.data_ptr() if isinstance(v, Tensor) else v or 0 for v in values]
-        device = self.module.device
-        with torch.cuda.device(device):
-            stream = torch._C._cuda_getCurrentRawStream(device.index)
-            self.module.launch(self.name, stream, grid[0], threads, shared, *values)
-        pointers = [named[name].data_ptr() for name in self.runtime if isinstance(named[name], Tensor)]
-        return _Launch(self, threads, shared) if all(p % 16 == 0 for p in pointers) else None
+            kernel: Any = _utils._cuda_load_module(binary, [name])[name]  # type: ignore[index]
+            if shared > 48 << 10:
+                kernel.set_shared_memory_config(shared)
+        self._kernel = kernel  # keeps the driver's module alive
+        self._function: Any = kernel.func
+        # Eight bytes for each argument, of which the driver reads as many as the argument has.
+        self._pack = struct.Struct(f"{parameters}q").pack_into
+
+    def launch(self, stream: int, blocks: int, threads: int, *values: int) -> None:
+        """Run it on `stream`, a stream of its device, which is the current one."""
+        thread = _thread
+        if not thread.bound:
+            _bind(self.index)
+        self._pack(thread.arguments, 0, *values)
+        status = _driver().cuLaunchKernel(
+            self._function, blocks, 1, 1, threads, 1, 1, self.shared, stream, thread.addresses, None
+        )
+        if status:
+            raise RuntimeError(f"CUDA refused to launch {self.name}: error {status} of the driver")
+
+    def launch_now(self, blocks: int, threads: int, *values: int) -> None:
+        """Run it on the current stream of its device, whichever device is the current one."""
+        with torch.cuda.device(self.index):
+            self.launch(torch._C._cuda_getCurrentRawStream(self.index), blocks, threads, *values)
 
 
 @cache
-def parameters(path: Path, kernel: str) -> tuple[str, ...]:
+def parameters(source: Path, kernel: str) -> tuple[str, ...]:
     """The names of a kernel's parameters, read from its source."""
-    match = re.search(rf"__global__[^;{{]*?\b{kernel}\s*\(([^)]*)\)\s*{{", path.read_text())
+    match = re.search(rf"__global__[^;{{]*?\b{kernel}\s*\(([^)]*)\)\s*{{", source.read_text())
     if match is None:
-        raise LookupError(f"{path.name} defines no kernel {kernel}")
+        raise LookupError(f"{source.name} defines no kernel {kernel}")
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", match[1], flags=re.DOTALL)
     return tuple(re.findall(r"\w+", parameter)[-1] for parameter in text.split(","))
 
 
 class _Thread(threading.local):
-    bound = False
-    """Whether the driver has a context here."""
+    """What launches of one thread use: the driver copies a kernel's arguments before it returns."""
+
+    def __init__(self) -> None:
+        self.bound = False
+        """Whether the driver has a context here."""
+        self.arguments = ctypes.create_string_buffer(8 * _MOST_PARAMETERS)
+        start = ctypes.addressof(self.arguments)
+        self.addresses = (ctypes.c_void_p * _MOST_PARAMETERS)(*range(start, start + 8 * _MOST_PARAMETERS, 8))
 
 
 _thread = _Thread()

@@ -32,7 +32,9 @@ class Declaration:
     names: tuple[str, ...]
     keeps: Callable[..., Sequence[Tensor]] | None
     kept: tuple[str, ...]
+    kept_for: tuple[str, ...]
     gradients: Mapping[str, Callable[[Any], Tensor]]
+    like: Mapping[str, str]
     shares: Mapping[str, str]
     depends: Mapping[str, Sequence[str]]
     materialize: bool
@@ -63,6 +65,9 @@ class Declaration:
         self._set("scalars", tuple(name for name in kinds if name not in tensors))
         given = [*[f"d{name}" for name in self.names], *self.saved, *self.scalars, "wanted", "op"]
         self._set("asked", {name: given.index(name) for name in parameters(self.derivative)})
+        unknown = {*self.kept_for, *self.like, *self.like.values()} - {*differentiable}
+        if unknown:
+            raise TypeError(f"{self.name}: kept_for and like name {sorted(unknown)}, which have no gradients")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -81,6 +86,10 @@ class Declaration:
     def gradient_like(self, name: str) -> Callable[[Any], Tensor]:
         """What allocates the gradient of an argument, given a tensor of its shape and dtype."""
         return self.gradients.get(name, empty_like)
+
+    def laid_out_like(self, name: str) -> int:
+        """The place among `differentiable` of the argument from which a gradient is allocated."""
+        return self.differentiable.index(self.like.get(name, name))
 
 
 def constants(declared: Declaration, made: Sequence[Tensor], needed: Mapping[str, bool]) -> list[Tensor]:

@@ -45,7 +45,9 @@ def kernel_op(
     names: Sequence[str] = ("y",),
     keeps: Callable[..., Sequence[Tensor]] | None = None,
     kept: Sequence[str] = (),
+    kept_for: Sequence[str] = (),
     gradients: Mapping[str, Callable[[Any], Tensor]] | None = None,
+    like: Mapping[str, str] | None = None,
     shares: Mapping[str, str] | None = None,
     depends: Mapping[str, Sequence[str]] | None = None,
     materialize: bool = True,
@@ -68,7 +70,11 @@ def kernel_op(
         names: of the results, as planners call them.
         keeps: as `results`, makes tensors that forward fills for the backward alone.
         kept: their names. Forward gets None for each where no gradient is wanted.
+        kept_for: the arguments whose gradients need what is kept; where none of these is wanted, nothing is
+            kept, and the backward gets None or an empty tensor. By default all.
         gradients: how an argument's gradient is allocated from the argument; by default it is contiguous.
+        like: {argument: other}: the gradient of `argument` is allocated from `other`, of the same shape and
+            dtype.
         shares: {argument: other}: where both have one dtype, the gradient of `argument` is that of `other`.
         depends: the arguments that a result depends on, by default all; with none that wants a gradient it is
             a constant. Without `materialize`, an argument has no gradient where nothing arrives for any
@@ -80,8 +86,9 @@ def kernel_op(
     """
     return KernelOp(
         Declaration(
-            name, results, forward, backward, derivative, tuple(names), keeps, tuple(kept), gradients or {},
-            shares or {}, depends or {}, materialize, tilings or {},
+            name, results, forward, backward, derivative, tuple(names), keeps, tuple(kept),
+            tuple(kept_for), gradients or {}, like or {}, shares or {}, depends or {}, materialize,
+            tilings or {},
         )
     )  # fmt: skip
 
@@ -119,6 +126,9 @@ class KernelOp:
             declared.saved.index(n) if n in declared.saved else None for n in declared.differentiable
         ]
         self._gradient_like = [declared.gradient_like(name) for name in declared.differentiable]
+        self._laid_out_like = [declared.laid_out_like(name) for name in declared.differentiable]
+        self.keeps_for = [arguments.index(name) for name in declared.kept_for]
+        """The places of the arguments whose gradients need what is kept; none stand for all."""
         self.traced: Traced = Traced(declared, self.bind, self) if root is None else root.traced
 
     # Variants ----------------------------------------------------------------------------------------------
@@ -142,7 +152,8 @@ class KernelOp:
 
     def __call__(self, *args: Any) -> Any:
         if is_compiling():
-            wants = [args[place] is not None and args[place].requires_grad for place in self._places]
+            places = self.keeps_for or self._places
+            wants = [args[place] is not None and args[place].requires_grad for place in places]
             return self.traced(args, self.variant, torch.is_grad_enabled() and any(wants))
         if torch.is_grad_enabled():
             for place in self._places:
@@ -163,13 +174,13 @@ class KernelOp:
             self._fill(*args, made, *none)
         return made
 
-    def compute_and_keep(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The results, and behind them what is kept for the backward."""
+    def compute_and_keep(self, args: Sequence[Any], keep: bool = True) -> tuple[Tensor, ...]:
+        """The results, and behind them what is kept for the backward, or None where nothing is."""
         made = self.declared.results(*args)
         if made.__class__ is not tuple:
             made = (made,)
         if self.declared.keeps is not None:
-            made = (*made, *self.declared.keeps(*args))
+            made = (*made, *(self.declared.keeps(*args) if keep else (None,) * len(self.declared.kept)))
         self._fill(*args, *made)
         return made  # type: ignore[no-any-return]
 
@@ -187,8 +198,10 @@ class KernelOp:
         """
         shared = self.shared(likes, wanted) if self.declared.shares else {}
         grads: list[Tensor | None] = [
-            allocate(like) if (want and i not in shared) or i in shared.values() else None
-            for i, (want, like, allocate) in enumerate(zip(wanted, likes, self._gradient_like, strict=True))
+            allocate(likes[like]) if (want and i not in shared) or i in shared.values() else None
+            for i, (want, like, allocate) in enumerate(
+                zip(wanted, self._laid_out_like, self._gradient_like, strict=True)
+            )
         ]
         self._fill_gradients(*arriving, *saved, *scalars, *grads)
         for i, other in shared.items():
@@ -217,7 +230,8 @@ def _planned(
     if declared.backward is None:
         return fill, _no_backward
     arriving = {f"d{name}": "Tensor" if declared.materialize else "Tensor?" for name in declared.names}
-    saved = {name: values.get(name, "Tensor") for name in declared.saved}
+    kept = "Tensor?" if declared.kept_for else "Tensor"
+    saved = {name: values.get(name, kept) for name in declared.saved}
     # Gradients of arguments that aren't saved are all that a backward sees of them.
     filled = {f"d{name}": "new?" if name in declared.saved else "Tensor?" for name in declared.differentiable}
     scalars = dict.fromkeys(declared.scalars, "")
@@ -242,7 +256,9 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: KernelOp, *args: Any) -> Any:
         declared = op.declared
-        made = op.compute_and_keep(args)
+        needs = ctx.needs_input_grad
+        keep = not op.keeps_for or any(needs[place + 1] for place in op.keeps_for)
+        made = op.compute_and_keep(args, keep)
         ctx.op = op
         ctx.save_for_backward(*op._saved((*args, *made)))
         ctx.scalars = op._scalars(args)
@@ -250,8 +266,7 @@ class _Differentiable(torch.autograd.Function):
         if not declared.materialize:
             ctx.set_materialize_grads(False)
         if op._depends:
-            needed = ctx.needs_input_grad
-            constant = [made[i] for i, places in op._depends if not any([needed[j] for j in places])]
+            constant = [made[i] for i, places in op._depends if not any(needs[j] for j in places)]
             if constant:
                 ctx.mark_non_differentiable(*constant)
         count = len(declared.names)

@@ -89,6 +89,8 @@ class Plan:
         if z.is_conj():  # a mark on the tensor that no kind of call is told by
             self.recording = False
             return torch.view_as_real(z.resolve_conj().contiguous())
+        if self.recording and self._after:
+            raise RuntimeError("a plan must take reals before it launches: their address is checked")
         name = self._tensors.get(id(z))
         if self.recording and name is not None:
             self._before.append(f"if {name}.is_conj(): return False")
@@ -103,6 +105,8 @@ class Plan:
     def derive(self, function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
         """A new tensor that a function of PyTorch makes of others, in the order of the launches."""
         tensor = function(*args, **options)
+        if id(tensor) in self._tensors:  # nothing to do for this kind of call, as in a cast to the same dtype
+            return tensor
         if self.recording:
             call = self._call(function, args, options)
             name = self._name(tensor)
@@ -119,11 +123,11 @@ class Plan:
         return t
 
     def _new(self, function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-        """A tensor made before the first launch."""
+        """A new tensor, made before the first launch where nothing has been launched yet."""
+        if self._after:
+            return self.derive(function, *args, **options)
         tensor = function(*args, **options)
         if self.recording:
-            if self._after:
-                raise RuntimeError("a plan must allocate and copy before it launches; later, use derive()")
             name = self._name(tensor)
             self._before.append(f"{name} = {self._call(function, args, options)}")
         return tensor

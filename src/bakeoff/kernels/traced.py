@@ -145,12 +145,10 @@ class Traced:
         *_, likes, flags, _ = self._parted(args)
         shared = self._op.shared(likes, flags)
         grads = [
-            self._declared.gradient_like(name)(like)
+            self._declared.gradient_like(name)(likes[self._declared.laid_out_like(name)])
             if (want and i not in shared) or i in shared.values()
             else None
-            for i, (name, like, want) in enumerate(
-                zip(self._declared.differentiable, likes, flags, strict=True)
-            )
+            for i, (name, want) in enumerate(zip(self._declared.differentiable, flags, strict=True))
         ]
         return self._placed(grads, args)
 

@@ -4,10 +4,11 @@ import os
 
 import torch
 
-from bakeoff import cuda
+from bakeoff import hardware
+from bakeoff.fft_conv import plans
+from bakeoff.kernels import cuda
 from bakeoff.kernels.counter import launches
 from bakeoff.ops.long_conv import plain
-from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.long_conv.reference import long_conv as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
 from bakeoff.select.declare.arguments import Arguments, Flag, Tensor
@@ -175,26 +176,26 @@ def _fft(case: Case) -> str | None:
     """Why FFTs on the chip can't take these arguments."""
     if reason := cuda.missing() or _kernels(case):
         return reason
-    shared = cuda.limits(torch.device(case.device)).shared
-    if plan(case.u.shape[1], case.h.shape[1], shared) is None:
+    shared = hardware.shared_memory(hardware.index(case.device))
+    if plans.choose(case.u.shape[1], case.h.shape[1], shared) is None:
         return "the sequence is too long"
     return None
 
 
 def _load_direct() -> Implementation:
-    from bakeoff.ops.long_conv.candidates import direct
+    from bakeoff.ops.long_conv.direct.convolution import direct
 
     return direct
 
 
 def _load_toeplitz() -> Implementation:
-    from bakeoff.ops.long_conv.candidates import toeplitz
+    from bakeoff.ops.long_conv.toeplitz.convolution import toeplitz
 
     return toeplitz
 
 
 def _load_fft() -> Implementation:
-    from bakeoff.ops.long_conv.candidates import fft
+    from bakeoff.ops.long_conv.fft.convolution import fft
 
     return fft
 

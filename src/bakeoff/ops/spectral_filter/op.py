@@ -4,9 +4,10 @@ import os
 
 import torch
 
-from bakeoff import cuda
+from bakeoff import hardware
+from bakeoff.fft_conv import plans
+from bakeoff.kernels import cuda
 from bakeoff.kernels.counter import launches
-from bakeoff.ops.long_conv.plan import plan
 from bakeoff.ops.spectral_filter import plain
 from bakeoff.ops.spectral_filter.reference import spectral_filter as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
@@ -98,7 +99,8 @@ def fft_cannot(case: Case) -> str | None:
     if case.x.numel == 0:
         return "empty x"
     T = case.x.shape[1]
-    if plan(T, T, cuda.limits(torch.device(case.device)).shared, circular=True) is None:
+    shared = hardware.shared_memory(hardware.index(case.device))
+    if plans.choose(T, T, shared, circular=True) is None:
         return f"takes lengths that are powers of 2, from 256 to some 500,000, not {T}"
     return None
 

@@ -31,7 +31,14 @@ from bakeoff.select.declare.installed import package_version
 
 __all__ = ["files", "roots", "source_hash"]
 
-_OURS = ("bakeoff.ops", "bakeoff.kernels", "bakeoff.launch", "bakeoff.cuda", "bakeoff.layout")
+_OURS = (
+    "bakeoff.ops",
+    "bakeoff.kernels",
+    "bakeoff.channel_major",
+    "bakeoff.fft_conv",
+    "bakeoff.launch",
+    "bakeoff.layout",
+)
 _DECLARING = re.compile(r"bakeoff\.ops(\.\w+(\.(op|peers))?)?")
 _INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
@@ -84,6 +91,9 @@ def files(roots: Sequence[Root]) -> dict[str, bytes]:
     a package that is not installed, counts by its package's version."""
     texts: dict[str, bytes] = {}
     pending = list(roots)
+    for root in roots:  # packages around it are imported with it
+        around = [part for part in _with_parents(root.module) if part != root.module]
+        pending += [Root(part) for part in around if _is_ours(part) and not _DECLARING.fullmatch(part)]
     while pending:
         name, is_declaration = pending.pop()
         if name in texts:

@@ -1,5 +1,7 @@
 // The data's dtype, DATA: 0 (float32), 1 (bfloat16), 2 (float16); computing is in float32.
 
+#pragma once
+
 #define DEVICE static __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
 
@@ -15,11 +17,20 @@ DEVICE float narrowed(float x) { return x; }
 #elif DATA == 1
 DEVICE float widened(data_t x) { return __uint_as_float((unsigned)x << 16); }
 #endif
-#ifndef EMULATED
-#if DATA == 1
+#ifdef EMULATED
+#if DATA
+DEVICE unsigned narrowed(float low, float high) { return narrowed(low) | (unsigned)narrowed(high) << 16; }
+#endif
+#elif DATA == 1
 DEVICE data_t narrowed(float x) {
     data_t y;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+// Two in one word.
+DEVICE unsigned narrowed(float low, float high) {
+    unsigned y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
 #elif DATA == 2
@@ -33,5 +44,9 @@ DEVICE data_t narrowed(float x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
     return y;
 }
-#endif
+DEVICE unsigned narrowed(float low, float high) {
+    unsigned y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
 #endif

@@ -9,42 +9,20 @@
 // some 30 taps the memory decides. Groups exchange nothing; a group's threads do only at its end, in a fixed order.
 //
 // Compiled with -D for: TAPS; LANES, a power of 2 up to 32; VECTORS a thread reads before it uses the first; THREADS of
-// a block, of which BLOCKS are wanted on a multiprocessor; WIDE, whether every tensor's vectors lie at multiples of 16
+// a block, of which a multiprocessor should hold BLOCKS; WIDE, whether every tensor's vectors lie at multiples of 16
 // bytes and no sequence ends inside one; GATES, 1 if there is a gate_in, plus 2 if there is a gate_out; DATA (see
 // data.cuh); and BACKWARD, 0 for `convolve`, 1 for `differentiate`, as each is cut otherwise.
 
 #include "taps.cuh"
+#include "vectors.cuh"
 
 constexpr int V = 16 / sizeof(data_t);
 constexpr int BESIDE = (TAPS - 1 + V - 1) / V;
 
-union Vector {
-    uint4 words;
-    data_t at[V];
-};
-
-#ifdef EMULATED
-static uint4 load(const data_t *place, bool wanted) { return wanted ? *(const uint4 *)place : uint4{0, 0, 0, 0}; }
-static void store(data_t *place, uint4 x) { *(uint4 *)place = x; }
-#else
-// What lies at `place`, or 0: without a branch, which would keep other loads behind it.
-DEVICE uint4 load(const data_t *place, bool wanted) {
-    uint4 x;
-    asm("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t"
-        "mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;\n\t"
-        "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
-        : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
-        : "l"(place), "r"((int)wanted));
-    return x;
-}
-// Not as four words, as the compiler has some.
-DEVICE void store(data_t *place, uint4 x) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
-}
-#endif
+typedef Vector<V> Values;
 
 // What a thread computes next: positions from t on of sequence b, all before `end`, which is 0 for none.
-struct Place {
+struct Position {
     int b, t, end;
 };
 
@@ -57,8 +35,8 @@ struct Walk {
         int piece = part * share, last = piece + share < all ? piece + share : all, b = piece / pieces;
         return {group - part * C, piece, last, b, ((piece - b * pieces) * LANES + (int)threadIdx.x % LANES) * V};
     }
-    __device__ __forceinline__ Place next(int T, int pieces) {
-        Place here = {b, t, piece++ < last ? T : 0};
+    __device__ __forceinline__ Position next(int T, int pieces) {
+        Position here = {b, t, piece++ < last ? T : 0};
         t += LANES * V;
         if (t >= pieces * LANES * V) t -= pieces * LANES * V, b++;
         return here;
@@ -68,56 +46,52 @@ struct Walk {
 // A channel of a tensor.
 struct Channel {
     data_t *data;
-    int step;
+    int stride;
 
-    DEVICE Channel of(data_t *tensor, int c, int to_b, int to_c) {
-        return {tensor ? tensor + (long long)c * to_c : nullptr, to_b};
+    DEVICE Channel of(data_t *tensor, int c, int stride_b, int stride_c) {
+        return {tensor ? tensor + (long long)c * stride_c : nullptr, stride_b};
     }
-    __device__ __forceinline__ Vector read(Place here, int vectors) const {  // so many further on; 0 outside
-        data_t *row = data + (long long)here.b * step;
+    __device__ __forceinline__ Values read(Position here, int vectors) const {  // so many further on; 0 outside
+        data_t *row = data + (long long)here.b * stride;
         int t = here.t + vectors * V;
-        Vector x;
-        if (WIDE) {
-            x.words = load(row + t, (unsigned)t < (unsigned)here.end);
-        } else {
-            UNROLL for (int i = 0; i < V; i++) x.at[i] = (unsigned)(t + i) < (unsigned)here.end ? row[t + i] : data_t(0);
-        }
-        return x;
+        if (WIDE) return Values::read(row + t, (unsigned)t < (unsigned)here.end);
+        data_t x[V];
+        UNROLL for (int i = 0; i < V; i++) x[i] = (unsigned)(t + i) < (unsigned)here.end ? row[t + i] : data_t(0);
+        return Values::of_values(x);
     }
-    __device__ __forceinline__ void write(Place here, const float values[V]) const {  // nothing if there is no tensor
+    __device__ __forceinline__ void write(Position here, const float values[V]) const {  // nothing without a tensor
         if (!data || here.t >= here.end) return;
-        data_t *row = data + (long long)here.b * step;
-        Vector x;
-        UNROLL for (int i = 0; i < V; i++) x.at[i] = narrowed(values[i]);
+        data_t *row = data + (long long)here.b * stride;
+        Values x = Values::of(values);
         if (WIDE) {
-            store(row + here.t, x.words);
+            x.write(row + here.t);
         } else {
-            UNROLL for (int i = 0; i < V; i++) if (here.t + i < here.end) row[here.t + i] = x.at[i];
+            UNROLL for (int i = 0; i < V; i++) if (here.t + i < here.end) row[here.t + i] = x.value(i);
         }
     }
 };
 
 // values = x gate, of which there is one if it is `gated`
-DEVICE void multiply(float values[V], Vector x, Vector gate, bool gated) {
-    UNROLL for (int i = 0; i < V; i++) values[i] = gated ? widened(x.at[i]) * widened(gate.at[i]) : widened(x.at[i]);
+DEVICE void multiply(float values[V], Values x, Values gate, bool gated) {
+    UNROLL for (int i = 0; i < V; i++) values[i] = gated ? x[i] * gate[i] : x[i];
 }
 
 #if !BACKWARD
-// out = y gate_out with y = h * (u gate_in) + skip u gate_in, and y itself if there is room for it.
+// out = y gate_out with y = h * (u gate_in) + skip u gate_in, and y itself if it is wanted.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-convolve(data_t *u, data_t *gate_in, data_t *gate_out, const float *h, const float *skip, data_t *out, data_t *kept,
-         int T, int C, int all, int share, int pieces, int h_c, int h_l, int u_b, int u_c, int in_b, int in_c,
-         int gate_b, int gate_c, int out_b, int out_c) {
+convolve(data_t *u, data_t *gate_in, data_t *gate_out, const float *h, const float *skip, data_t *out, data_t *y, int T,
+         int C, int all, int share, int pieces, int h_c, int h_l, int u_b, int u_c, int gate_in_b, int gate_in_c,
+         int gate_out_b, int gate_out_c, int out_b, int out_c) {
     Walk walk = Walk::over(C, all, share, pieces);
-    Channel from = Channel::of(u, walk.c, u_b, u_c), in = Channel::of(gate_in, walk.c, in_b, in_c);
-    Channel gate = Channel::of(gate_out, walk.c, gate_b, gate_c);
-    Channel to = Channel::of(out, walk.c, out_b, out_c), keep = Channel::of(kept, walk.c, out_b, out_c);
-    float taps[TAPS];
+    Channel from = Channel::of(u, walk.c, u_b, u_c), in = Channel::of(gate_in, walk.c, gate_in_b, gate_in_c);
+    Channel gate = Channel::of(gate_out, walk.c, gate_out_b, gate_out_c);
+    Channel to = Channel::of(out, walk.c, out_b, out_c), to_y = Channel::of(y, walk.c, out_b, out_c);
+    float taps[TAPS][1];
     read_taps(taps, h, skip, walk.c, h_c, h_l, T);
 
     _Pragma("unroll 1") while (walk.piece < walk.last) {
-        Place here[VECTORS];
-        Vector x[VECTORS][BESIDE + 1], x_in[VECTORS][BESIDE + 1], x_gate[VECTORS];
+        Position here[VECTORS];
+        Values x[VECTORS][BESIDE + 1], x_in[VECTORS][BESIDE + 1], x_gate[VECTORS];
         UNROLL for (int k = 0; k < VECTORS; k++) {
             here[k] = walk.next(T, pieces);
             UNROLL for (int n = 0; n <= BESIDE; n++) {
@@ -127,39 +101,40 @@ convolve(data_t *u, data_t *gate_in, data_t *gate_out, const float *h, const flo
             if (GATES & 2) x_gate[k] = gate.read(here[k], 0);
         }
         UNROLL for (int k = 0; k < VECTORS; k++) {
-            float window[(BESIDE + 1) * V], y[V] = {};  // of u gate_in, up to this thread's own
+            float window[(BESIDE + 1) * V], result[V] = {};  // window: of u gate_in, up to this thread's own
             UNROLL for (int n = 0; n <= BESIDE; n++) multiply(window + n * V, x[k][n], x_in[k][n], GATES & 1);
             UNROLL for (int j = 0; j < TAPS; j++)
-                UNROLL for (int i = 0; i < V; i++) y[i] += taps[j] * window[BESIDE * V + i - j];
-            keep.write(here[k], y);
+                UNROLL for (int i = 0; i < V; i++) result[i] += taps[j][0] * window[BESIDE * V + i - j];
+            to_y.write(here[k], result);
             if (GATES & 2)
-                UNROLL for (int i = 0; i < V; i++) y[i] *= widened(x_gate[k].at[i]);
-            to.write(here[k], y);
+                UNROLL for (int i = 0; i < V; i++) result[i] *= x_gate[k][i];
+            to.write(here[k], result);
         }
     }
 }
 #else
-// The gradients of u and of the gates, and in partial[part, c, j] the share of h's that a group has. Those without room
-// aren't wanted. `kept` is y of `convolve`. Results lie like `du`, with its steps.
+// The gradients of u and of the gates, and in partial[part, c, j] the share of h's that a group has. Those that are
+// null aren't wanted. `y` is that of `convolve`. Results lie like `du`, with its strides.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t *kept, const float *h,
+differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t *y, const float *h,
               const float *skip, data_t *du, data_t *dgate_in, data_t *dgate_out, float *partial, int T, int C, int all,
-              int share, int pieces, int h_c, int h_l, int dout_b, int dout_c, int u_b, int u_c, int in_b, int in_c,
-              int gate_b, int gate_c, int kept_b, int kept_c, int du_b, int du_c) {
+              int share, int pieces, int h_c, int h_l, int dout_b, int dout_c, int u_b, int u_c, int gate_in_b,
+              int gate_in_c, int gate_out_b, int gate_out_c, int y_b, int y_c, int du_b, int du_c) {
     Walk walk = Walk::over(C, all, share, pieces);
-    Channel from = Channel::of(dout, walk.c, dout_b, dout_c), gate = Channel::of(gate_out, walk.c, gate_b, gate_c);
-    Channel x = Channel::of(u, walk.c, u_b, u_c), in = Channel::of(gate_in, walk.c, in_b, in_c);
-    Channel y = Channel::of(kept, walk.c, kept_b, kept_c), to = Channel::of(du, walk.c, du_b, du_c);
+    Channel from = Channel::of(dout, walk.c, dout_b, dout_c);
+    Channel gate = Channel::of(gate_out, walk.c, gate_out_b, gate_out_c);
+    Channel x = Channel::of(u, walk.c, u_b, u_c), in = Channel::of(gate_in, walk.c, gate_in_b, gate_in_c);
+    Channel kept = Channel::of(y, walk.c, y_b, y_c), to = Channel::of(du, walk.c, du_b, du_c);
     Channel to_in = Channel::of(dgate_in, walk.c, du_b, du_c), to_gate = Channel::of(dgate_out, walk.c, du_b, du_c);
-    float taps[TAPS];
+    float taps[TAPS][1];
     double sums[TAPS] = {};  // of sums over vectors: positions that are loud drown nothing but their neighbours
     read_taps(taps, h, skip, walk.c, h_c, h_l, T);
     bool works = walk.piece < walk.last;
 
     _Pragma("unroll 1") while (walk.piece < walk.last) {
-        Place here[VECTORS];
-        Vector next[VECTORS][BESIDE + 1], next_gate[VECTORS][BESIDE + 1];
-        Vector next_x[VECTORS], next_in[VECTORS], next_y[VECTORS];
+        Position here[VECTORS];
+        Values next[VECTORS][BESIDE + 1], next_gate[VECTORS][BESIDE + 1];
+        Values next_x[VECTORS], next_in[VECTORS], next_y[VECTORS];
         UNROLL for (int k = 0; k < VECTORS; k++) {
             here[k] = walk.next(T, pieces);
             UNROLL for (int n = 0; n <= BESIDE; n++) {
@@ -168,7 +143,7 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
             }
             next_x[k] = x.read(here[k], 0);
             if (GATES & 1) next_in[k] = in.read(here[k], 0);
-            if ((GATES & 2) && dgate_out) next_y[k] = y.read(here[k], 0);
+            if ((GATES & 2) && dgate_out) next_y[k] = kept.read(here[k], 0);
         }
         UNROLL for (int k = 0; k < VECTORS; k++) {
             float window[(BESIDE + 1) * V], v[V], dv[V] = {}, result[V];  // window: of dy = dout gate_out
@@ -177,15 +152,15 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
             UNROLL for (int j = 0; j < TAPS; j++) {
                 float sum = 0;
                 UNROLL for (int i = 0; i < V; i++) {
-                    dv[i] += taps[j] * window[i + j];
+                    dv[i] += taps[j][0] * window[i + j];
                     sum += v[i] * window[i + j];
                 }
                 sums[j] += sum;
             }
-            UNROLL for (int i = 0; i < V; i++) result[i] = GATES & 1 ? dv[i] * widened(next_in[k].at[i]) : dv[i];
+            UNROLL for (int i = 0; i < V; i++) result[i] = GATES & 1 ? dv[i] * next_in[k][i] : dv[i];
             to.write(here[k], result);
             if (GATES & 1) {
-                UNROLL for (int i = 0; i < V; i++) result[i] = dv[i] * widened(next_x[k].at[i]);
+                UNROLL for (int i = 0; i < V; i++) result[i] = dv[i] * next_x[k][i];
                 to_in.write(here[k], result);
             }
             if ((GATES & 2) && dgate_out) {

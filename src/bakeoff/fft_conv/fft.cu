@@ -10,37 +10,37 @@
 // passes (decimation in time, so that twiddles fold into the butterflies' FMAs) turn n1 into k1, n2 into k2, n3
 // into k3, each in its digit's place, and three more turn them back. In between, values are multiplied by the
 // filter's spectrum, which lies in the same order. Between passes values change threads through shared memory,
-// in as many ROUNDS as there is room for; where sets of two passes don't let halves change apart, ROUNDS is 0, and
-// real parts change before imaginary ones.
+// in as many ROUNDS as the workspace needs; where sets of two passes don't let halves change apart, ROUNDS is 0, and
+// real parts move before imaginary ones.
 //
-// Rows too long for that are cut into OUTER segments of N. A block then makes one of OUTER parts of a row's
-// spectrum, frequencies k OUTER + part, and the last of a row's blocks puts the row together again. Of a row that
-// is ALONE, a real one, parts beyond OUTER / 2 mirror the others: nobody makes them, and what the others give
-// counts twice.
+// Rows too long for that are cut into SEGMENTS of N values. A block then computes one of SEGMENTS parts of a row's
+// spectrum, frequencies k SEGMENTS + part, and the last of a row's blocks puts the row together again. Where there is
+// a SINGLE sequence its row is real, and parts beyond SEGMENTS / 2 mirror the others: they are not computed, and what
+// the others give counts twice.
 //
-// Where filters are short, sequences are cut into WINDOWS, which overlap, and each is a row: of N OUTER values, of
+// Where filters are short, sequences are cut into WINDOWS, which overlap, and each is a row: of N SEGMENTS values, of
 // which `valid` are its own, and a result's too; the others are as many as a filter reaches (overlap-save).
 //
-// Compiled with -D for: N, E, R1, R2, R3, OUTER (powers of 2, R1 R2 R3 = N, R1 = E the largest); HALF, whether rows
-// fill no more than half of N OUTER, as filters do; CIRCULAR, whether rows fill all of it, the end is meant to wrap
-// around, and filters are given by their spectra; ALONE, whether there is one sequence only; WINDOWS, whether
-// sequences are cut; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BLOCKS and BACKWARD_BLOCKS (wanted on a multiprocessor
-// at a time, by `convolve` and by `differentiate`); KEEPS, whether `differentiate` has room for the filter's spectrum
-// and the sum of its gradient's; and DATA (see data.cuh).
+// Compiled with -D for: N, E, R1, R2, R3, SEGMENTS (powers of 2, R1 R2 R3 = N, R1 = E the largest); HALF, whether rows
+// fill no more than half of N SEGMENTS, as filters do; CIRCULAR, whether rows fill all of it, the end is meant to wrap
+// around, and filters are given by their spectra; SINGLE, whether there is one sequence only; WINDOWS, whether
+// sequences are cut; ROUNDS (0, 1, or 2 if R2 = R3 = E / 2); BACKWARD, 0 for `convolve`, 1 for `differentiate`; BLOCKS
+// that a multiprocessor should hold at a time; STORES, whether `differentiate` has shared memory for the filter's
+// spectrum and registers for the sum of its gradient's; and DATA (see data.cuh).
 
-#include "data.cuh"
+#include "../kernels/data.cuh"
 
 #define THREADS (N / E)
 #define WARPS (THREADS / 32)
-#define TOTAL (N * OUTER)
-#define MADE (ALONE ? OUTER / 2 + 1 : OUTER)                    // parts
-#define KEPT (N * MADE)                                         // values of them
-#define BANKS (ROUNDS ? 16 : 32)                                // of a float or of a pair
-#define ROOM (N / (ROUNDS ? ROUNDS : 1) / BANKS * (BANKS + 1))  // for values that change threads at a time
-#define HELD (HALF && OUTER == 1 ? E / 2 : E)                   // values of a thread that may lie inside a row
-#define SEGMENTS (HALF && OUTER > 1 ? OUTER / 2 : OUTER)        // that a row may reach
-#define TAPS (OUTER > 1 ? E : E / 2)                            // values of a thread that may lie inside a filter
-#define FILTER_SEGMENTS ((OUTER + 1) / 2)                       // that a filter may reach
+#define TOTAL (N * SEGMENTS)
+#define COMPUTED (SINGLE ? SEGMENTS / 2 + 1 : SEGMENTS)               // parts
+#define PART_VALUES (N * COMPUTED)                                    // of a pair of rows
+#define BANKS (ROUNDS ? 16 : 32)                                      // of a float or of a pair
+#define WORKSPACE (N / (ROUNDS ? ROUNDS : 1) / BANKS * (BANKS + 1))   // for values that change threads at a time
+#define ROW_VALUES (HALF && SEGMENTS == 1 ? E / 2 : E)                // of a thread that may lie inside a row
+#define ROW_SEGMENTS (HALF && SEGMENTS > 1 ? SEGMENTS / 2 : SEGMENTS) // that a row may reach
+#define FILTER_VALUES (SEGMENTS > 1 ? E : E / 2)                      // of a thread that may lie inside a filter
+#define FILTER_SEGMENTS ((SEGMENTS + 1) / 2)                          // that a filter may reach
 #ifndef SHARED
 #define SHARED(name) extern __shared__ float name[]
 #endif
@@ -157,7 +157,7 @@ DEVICE constexpr int apart(int set, int k) {
     return PASS == 1 ? k * THREADS : set * THREADS * radix<PASS>() + k * (PASS == 2 ? R3 : 1);
 }
 
-// Room is left out after every 32 floats or 16 pairs, which spreads strides over the banks.
+// A place is left out after every 32 floats or 16 pairs, which spreads strides over the banks.
 DEVICE constexpr int padded(int position) { return position + position / BANKS; }
 
 #if ROUNDS
@@ -168,9 +168,9 @@ typedef float word_t;
 
 // From the threads of one pass, which left its values at reversed(k), to those of another, in order.
 template <int FROM, int TO>
-DEVICE void exchange(Values &v, int t, word_t *room) {
+DEVICE void exchange(Values &v, int t, word_t *workspace) {
     const int from = radix<FROM>(), to = radix<TO>(), rounds = ROUNDS ? ROUNDS : 2, some = ROUNDS ? E / rounds : E;
-    word_t *source = room + padded(start<FROM>(t)), *target = room + padded(start<TO>(t));
+    word_t *source = workspace + padded(start<FROM>(t)), *target = workspace + padded(start<TO>(t));
     Values moved;
     UNROLL for (int round = 0; round < rounds; round++) {
         __syncthreads();
@@ -199,12 +199,12 @@ DEVICE void exchange(Values &v, int t, word_t *room) {
 }
 
 // `twiddles` is a list of tables of w^(2^l), one row of `count` for each l: for the inverse second pass by n3,
-// for the inverse first pass by thread, for OUTER parts by place; and then for each part: factors of segments,
+// for the inverse first pass by thread, for SEGMENTS parts by place; and then for each part: factors of segments,
 // and tables for the first pass, for the second by k1, and for the third by k1 R2 + k2.
 #define INVERSE_1 (log_2(R2) * R3)
-#define INVERSE_OUTER (INVERSE_1 + log_2(R1) * THREADS)
-#define PARTS (INVERSE_OUTER + log_2(OUTER) * N)
-#define FORWARD_1 OUTER
+#define INVERSE_SEGMENTS (INVERSE_1 + log_2(R1) * THREADS)
+#define PART_TABLES (INVERSE_SEGMENTS + log_2(SEGMENTS) * N)
+#define FORWARD_1 SEGMENTS
 #define FORWARD_2 (FORWARD_1 + log_2(R1))
 #define FORWARD_3 (FORWARD_2 + log_2(R2) * R1)
 #define PART (FORWARD_3 + log_2(R3) * (N / R3))
@@ -217,25 +217,25 @@ DEVICE void look_up(float2 *powers, const float2 *table, int count, int index) {
 // The part of the DFT whose tables are given, of values in the first pass's order. Its result stays in the
 // third pass's threads, the k-th of a set at reversed(k).
 template <bool FULL>
-DEVICE void forward(Values &v, int t, word_t *room, const float2 *tables) {
+DEVICE void forward(Values &v, int t, word_t *workspace, const float2 *tables) {
     float2 powers[5];
-    if (OUTER > 1) look_up<R1>(powers, tables + FORWARD_1, 1, 0);
-    transform<R1, (OUTER > 1), FULL>(v.re, v.im, powers);
-    exchange<1, 2>(v, t, room);
+    if (SEGMENTS > 1) look_up<R1>(powers, tables + FORWARD_1, 1, 0);
+    transform<R1, (SEGMENTS > 1), FULL>(v.re, v.im, powers);
+    exchange<1, 2>(v, t, workspace);
     UNROLL for (int set = 0; set < E / R2; set++) {
         look_up<R2>(powers, tables + FORWARD_2, R1, (start<2>(t) + apart<2>(set, 0)) / (R2 * R3));
         transform<R2, true>(v.re + set * R2, v.im + set * R2, powers);
     }
-    exchange<2, 3>(v, t, room);
+    exchange<2, 3>(v, t, workspace);
     UNROLL for (int set = 0; set < E / R3; set++) {
         look_up<R3>(powers, tables + FORWARD_3, N / R3, t + set * THREADS);
         transform<R3, true>(v.re + set * R3, v.im + set * R3, powers);
     }
 }
 
-// The inverse of `forward` for OUTER = 1, times N: the conjugate transform, real and imaginary parts swapped.
+// The inverse of `forward` for SEGMENTS = 1, times N: the conjugate transform, real and imaginary parts swapped.
 // The k-th value of the result, in the first pass's order, lies at reversed(k).
-DEVICE void backward(Values &v, int t, word_t *room, const float2 *twiddles) {
+DEVICE void backward(Values &v, int t, word_t *workspace, const float2 *twiddles) {
     float2 powers[5];
     Values z;
     UNROLL for (int e = 0; e < E; e++) {
@@ -244,11 +244,11 @@ DEVICE void backward(Values &v, int t, word_t *room, const float2 *twiddles) {
     }
     UNROLL for (int set = 0; set < E / R3; set++)
         transform<R3, false>(z.im + set * R3, z.re + set * R3, powers);
-    exchange<3, 2>(z, t, room);
+    exchange<3, 2>(z, t, workspace);
     look_up<R2>(powers, twiddles, R3, t % R3);
     UNROLL for (int set = 0; set < E / R2; set++)
         transform<R2, true>(z.im + set * R2, z.re + set * R2, powers);
-    exchange<2, 1>(z, t, room);
+    exchange<2, 1>(z, t, workspace);
     look_up<R1>(powers, twiddles + INVERSE_1, THREADS, t);
     transform<R1, true>(z.im, z.re, powers);
     v = z;
@@ -270,20 +270,20 @@ DEVICE float value(Row<Data> row, int at) {
 }
 
 // Sequences of T values as rows of a channel: a row each, or windows of it, one after another.
-struct Cut {
+struct RowLayout {
     int T, valid, windows;
 };
-DEVICE Cut cut(int T, int valid) {
-    return WINDOWS ? Cut{T, valid, (T + valid - 1) / valid} : Cut{T, T, 1};
+DEVICE RowLayout row_layout(int T, int valid) {
+    return WINDOWS ? RowLayout{T, valid, (T + valid - 1) / valid} : RowLayout{T, T, 1};
 }
 
 // The r-th row of channel c, from `before` places ahead of its valid values on. There are those values alone, or
 // WITH all of the sequence around them.
 template <bool WITH, class Data>
-DEVICE Row<Data> row(Data *x, int x_b, int x_c, Cut cut, int r, long long c, int before) {
-    int b = r / cut.windows, start = (r - b * cut.windows) * cut.valid;
+DEVICE Row<Data> row(Data *x, int x_b, int x_c, RowLayout layout, int r, long long c, int before) {
+    int b = r / layout.windows, start = (r - b * layout.windows) * layout.valid;
     x += ((long long)b * x_b + c * x_c) * 8 + start - before;
-    return {x, WITH ? before - start : before, WITH ? cut.T : min(cut.T - start, cut.valid)};
+    return {x, WITH ? before - start : before, WITH ? layout.T : min(layout.T - start, layout.valid)};
 }
 
 // Two rows, and whether there is a second; it is the first again where there is none.
@@ -293,16 +293,16 @@ struct Pair {
     bool both;
 };
 template <bool WITH, class Data>
-DEVICE Pair<Data> rows(Data *x, int x_b, int x_c, Cut cut, int r, bool both, long long c, int before) {
-    return {row<WITH>(x, x_b, x_c, cut, r, c, before), row<WITH>(x, x_b, x_c, cut, r + both, c, before), both};
+DEVICE Pair<Data> rows(Data *x, int x_b, int x_c, RowLayout layout, int r, bool both, long long c, int before) {
+    return {row<WITH>(x, x_b, x_c, layout, r, c, before), row<WITH>(x, x_b, x_c, layout, r + both, c, before), both};
 }
 typedef Pair<const data_t> Source;
 typedef Pair<data_t> Result;
 
 // The first segment of two rows, in the first pass's order.
 DEVICE void fetch(Values &z, int t, Source rows) {
-    UNROLL for (int k = 0; k < HELD; k++) z.re[k] = value(rows.first, t + k * THREADS);
-    UNROLL for (int k = 0; k < HELD; k++) z.im[k] = value(rows.second, t + k * THREADS);
+    UNROLL for (int k = 0; k < ROW_VALUES; k++) z.re[k] = value(rows.first, t + k * THREADS);
+    UNROLL for (int k = 0; k < ROW_VALUES; k++) z.im[k] = value(rows.second, t + k * THREADS);
 }
 
 // The power of 2 just below a row's largest value, if it has an inverse; 1 for zeros, NaN where it isn't finite.
@@ -314,11 +314,11 @@ DEVICE float power_below(unsigned largest) {
 // The two rows' powers of 2. Other barriers must lie between two calls.
 DEVICE float2 scales(const Values &z, int t, Source rows, unsigned *largest) {
     float first = 0.f, second = 0.f;
-    for (int n = 0; n < SEGMENTS; n++)
-        UNROLL for (int k = 0; k < HELD; k++) {
+    for (int n = 0; n < ROW_SEGMENTS; n++)
+        UNROLL for (int k = 0; k < ROW_VALUES; k++) {
             int at = n * N + t + k * THREADS;
-            first = larger(first, fabsf(OUTER == 1 ? z.re[k] : value(rows.first, at)));
-            second = larger(second, fabsf(OUTER == 1 ? z.im[k] : value(rows.second, at)));
+            first = larger(first, fabsf(SEGMENTS == 1 ? z.re[k] : value(rows.first, at)));
+            second = larger(second, fabsf(SEGMENTS == 1 ? z.im[k] : value(rows.second, at)));
         }
     unsigned all = 0xffffffffu, one = __reduce_max_sync(all, __float_as_uint(first)),
              other = __reduce_max_sync(all, __float_as_uint(second));
@@ -339,12 +339,12 @@ DEVICE float inverse(float scale) {
 
 // What `forward` transforms, of two rows whose first segment has been fetched, each times its factor; 0 keeps a
 // row out, whatever it holds.
-DEVICE void weigh(Values &z, int t, Source rows, float2 by, const float2 *tables) {
-    if (OUTER > 1) {
+DEVICE void fetch_scaled(Values &z, int t, Source rows, float2 by, const float2 *tables) {
+    if (SEGMENTS > 1) {
         UNROLL for (int k = 0; k < E; k++) z.re[k] = z.im[k] = 0.f;
         if (by.x == 0.f) rows.first.count = 0;
         if (by.y == 0.f) rows.second.count = 0;
-        for (int n = 0; n < SEGMENTS; n++) {
+        for (int n = 0; n < ROW_SEGMENTS; n++) {
             float2 w = tables[n];
             UNROLL for (int k = 0; k < E; k++) {
                 int at = n * N + t + k * THREADS;
@@ -355,124 +355,125 @@ DEVICE void weigh(Values &z, int t, Source rows, float2 by, const float2 *tables
         }
         return;
     }
-    UNROLL for (int k = 0; k < HELD; k++) {
+    UNROLL for (int k = 0; k < ROW_VALUES; k++) {
         z.re[k] *= by.x;
         z.im[k] *= by.y;
     }
-    if (by.x == 0.f) UNROLL for (int k = 0; k < HELD; k++) z.re[k] = 0.f;
-    if (by.y == 0.f) UNROLL for (int k = 0; k < HELD; k++) z.im[k] = 0.f;
+    if (by.x == 0.f) UNROLL for (int k = 0; k < ROW_VALUES; k++) z.re[k] = 0.f;
+    if (by.y == 0.f) UNROLL for (int k = 0; k < ROW_VALUES; k++) z.im[k] = 0.f;
 }
 
 #if CIRCULAR
-// What the frequency of a value that `forward` leaves is multiplied by: h[l, c] are a channel's complex weights of the
-// first L frequencies, the others' are 1. Frequencies 0 and TOTAL / 2 are real.
-DEVICE float2 weight(int t, int e, int part, const float *h, long long c, int L, int C) {
-    const int k3 = reversed<R3>(e % R3), step = R1 * R2 * OUTER;
+// What the frequency of a value that `forward` leaves is multiplied by: filter[l, c] are a channel's complex weights
+// of the first L frequencies, the others' are 1. Frequencies 0 and TOTAL / 2 are real.
+DEVICE float2 weight(int t, int e, int part, const float *filter, long long c, int L, int C) {
+    const int k3 = reversed<R3>(e % R3), step = R1 * R2 * SEGMENTS;
     const bool beyond = k3 >= R3 / 2;
-    int high = t + e / R3 * THREADS, low = (high / R2 + R1 * (high % R2)) * OUTER + part;
+    int high = t + e / R3 * THREADS, low = (high / R2 + R1 * (high % R2)) * SEGMENTS + part;
     int l = beyond ? (R3 - k3) * step - low : k3 * step + low;
-    float2 w = l < L ? ((const float2 *)h)[l * (long long)C + c] : make_float2(1.f, 0.f);
+    float2 w = l < L ? ((const float2 *)filter)[l * (long long)C + c] : make_float2(1.f, 0.f);
     return make_float2(w.x, k3 % (R3 / 2) == 0 && low == 0 ? 0.f : beyond ? -w.y : w.y);
 }
 #endif
 
-// The spectrum of a channel's filter, as `forward` leaves it: of taps h[c, l], or on a circle of weights.
-DEVICE void spectrum(Values &z, int t, int part, const float *h, long long c, int L, int C, word_t *room,
+// The spectrum of a channel's filter, as `forward` leaves it: of taps filter[c, l], on a circle of weights
+// filter[l, c].
+DEVICE void spectrum(Values &z, int t, int part, const float *filter, long long c, int L, int C, word_t *workspace,
                      const float2 *tables) {
 #if CIRCULAR
     UNROLL for (int e = 0; e < E; e++) {
         if (e % 8 == 0) refresh(t);  // few loads at a time
-        float2 w = weight(t, e, part, h, c, L, C);
+        float2 w = weight(t, e, part, filter, c, L, C);
         z.re[e] = w.x;
         z.im[e] = w.y;
     }
 #else
-    Row<const float> taps = {h + c * L, 0, L};
+    Row<const float> taps = {filter + c * L, 0, L};
     UNROLL for (int k = 0; k < E; k++) z.re[k] = z.im[k] = 0.f;
     for (int n = 0; n < FILTER_SEGMENTS; n++) {
         float2 w = tables[n];
-        UNROLL for (int k = 0; k < TAPS; k++) {
+        UNROLL for (int k = 0; k < FILTER_VALUES; k++) {
             float x = value(taps, n * N + t + k * THREADS);
-            z.re[k] = OUTER > 1 ? z.re[k] + x * w.x : x;
-            z.im[k] = OUTER > 1 ? z.im[k] + x * w.y : 0.f;
+            z.re[k] = SEGMENTS > 1 ? z.re[k] + x * w.x : x;
+            z.im[k] = SEGMENTS > 1 ? z.im[k] + x * w.y : 0.f;
         }
     }
-    forward<TAPS == E>(z, t, room, tables);
+    forward<FILTER_VALUES == E>(z, t, workspace, tables);
 #endif
 }
 
-// Keeps a filter's spectrum divided by N OUTER, or with sign = -1 its conjugate, thread by thread.
-DEVICE void keep(float2 *filter, int t, const Values &z, int sign) {
+// Stores a filter's spectrum divided by N SEGMENTS, or with sign = -1 its conjugate, thread by thread.
+DEVICE void store_spectrum(float2 *stored, int t, const Values &z, int sign) {
     UNROLL for (int e = 0; e < E; e++)
-        filter[e * THREADS + t] = make_float2(z.re[e] * (1.f / TOTAL), z.im[e] * (sign * (1.f / TOTAL)));
+        stored[e * THREADS + t] = make_float2(z.re[e] * (1.f / TOTAL), z.im[e] * (sign * (1.f / TOTAL)));
 }
 
-// Leaves one of the OUTER parts of two rows in `parts`, added to what is there if there is `more`.
-DEVICE void leave(const Values &z, int t, int part, float2 *parts, bool more) {
+// Stores one of the SEGMENTS parts of two rows in `parts`, added to what is there if there is `more`.
+DEVICE void store_part(const Values &z, int t, int part, float2 *parts, bool more) {
     UNROLL for (int k = 0; k < E; k++) {
         float2 &place = parts[part * N + t + k * THREADS], before = more ? place : make_float2(0.f, 0.f);
         place = make_float2(before.x + z.re[reversed<R1>(k)], before.y + z.im[reversed<R1>(k)]);
     }
 }
 
-// True in the block that is the last of MADE to come here, which finds there what all of them have left; `count`
+// True in the block that is the last of COMPUTED to come here, which finds there what all of them have left; `count`
 // is 0 before the first. Blocks don't wait for each other.
-DEVICE bool last(int t, unsigned *count) {
+DEVICE bool is_last_block(int t, unsigned *count) {
     __threadfence();
     __syncthreads();
-    bool found = __syncthreads_or(t == 0 && atomicAdd(count, 1u) == MADE - 1);
+    bool is_last = __syncthreads_or(t == 0 && atomicAdd(count, 1u) == COMPUTED - 1);
     __threadfence();
-    return found;
+    return is_last;
 }
 
 // The values of two rows at some places of every segment, from their parts: the one of segment n at reversed(n).
 // Several places at a time, whose loads wait together.
-#define PLACES (OUTER < 8 ? 8 / OUTER : 1)
+#define PLACES (SEGMENTS < 8 ? 8 / SEGMENTS : 1)
 struct Places {
-    float re[PLACES][OUTER], im[PLACES][OUTER];
+    float re[PLACES][SEGMENTS], im[PLACES][SEGMENTS];
 };
 DEVICE void combine(Places &z, int m, const float2 *parts, const float2 *twiddles) {
-    UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int k = 0; k < OUTER; k++) {
-        float2 part = k < MADE ? __ldcg(parts + k * N + m + i * THREADS) : make_float2(0.f, 0.f);
-        float times = ALONE && k > 0 && k < OUTER / 2 ? 2.f : 1.f;
+    UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int k = 0; k < SEGMENTS; k++) {
+        float2 part = k < COMPUTED ? __ldcg(parts + k * N + m + i * THREADS) : make_float2(0.f, 0.f);
+        float times = SINGLE && k > 0 && k < SEGMENTS / 2 ? 2.f : 1.f;
         z.re[i][k] = times * part.x;
         z.im[i][k] = times * part.y;
     }
     UNROLL for (int i = 0; i < PLACES; i++) {
         float2 powers[5];
-        look_up<OUTER>(powers, twiddles + INVERSE_OUTER, N, m + i * THREADS);
-        transform<OUTER, true>(z.im[i], z.re[i], powers);
+        look_up<SEGMENTS>(powers, twiddles + INVERSE_SEGMENTS, N, m + i * THREADS);
+        transform<SEGMENTS, true>(z.im[i], z.re[i], powers);
     }
 }
 
 // Writes two rows, times their scales, with `skip` times what they were made of.
 DEVICE void store(Values &z, int t, Source from, float skip, float2 scale, Result to) {
-    UNROLL for (int k = 0; k < HELD; k++) {
+    UNROLL for (int k = 0; k < ROW_VALUES; k++) {
         z.re[reversed<R1>(k)] *= scale.x;
         z.im[reversed<R1>(k)] *= scale.y;
     }
-    if (skip != 0.f) UNROLL for (int k = 0; k < HELD; k++) {
+    if (skip != 0.f) UNROLL for (int k = 0; k < ROW_VALUES; k++) {
         z.re[reversed<R1>(k)] += skip * value(from.first, t + k * THREADS);
         z.im[reversed<R1>(k)] += skip * value(from.second, t + k * THREADS);
     }
-    UNROLL for (int k = 0; k < HELD; k++) {
+    UNROLL for (int k = 0; k < ROW_VALUES; k++) {
         int at = t + k * THREADS;
         if (has(to.first, at)) to.first.values[at] = narrowed(z.re[reversed<R1>(k)]);
     }
-    if (to.both) UNROLL for (int k = 0; k < HELD; k++) {
+    if (to.both) UNROLL for (int k = 0; k < ROW_VALUES; k++) {
         int at = t + k * THREADS;
         if (has(to.second, at)) to.second.values[at] = narrowed(z.im[reversed<R1>(k)]);
     }
 }
 
-// The same for rows in OUTER parts.
+// The same for rows in SEGMENTS parts.
 DEVICE void store_parts(const float2 *parts, int t, Source from, float skip, float2 scale, Result to,
                         const float2 *twiddles) {
     for (int m = t; m < N; m += PLACES * THREADS) {
         Places z;
         combine(z, m, parts, twiddles);
-        UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int n = 0; n < SEGMENTS; n++) {
-            int at = n * N + m + i * THREADS, k = reversed<OUTER>(n);
+        UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int n = 0; n < ROW_SEGMENTS; n++) {
+            int at = n * N + m + i * THREADS, k = reversed<SEGMENTS>(n);
             if (has(to.first, at)) {
                 float first = skip != 0.f ? skip * widened(from.first.values[at]) : 0.f;
                 to.first.values[at] = narrowed(z.re[i][k] * scale.x + first);
@@ -486,54 +487,56 @@ DEVICE void store_parts(const float2 *parts, int t, Source from, float skip, flo
 }
 
 // What becomes of two rows' inverse transform, the `pair`-th of all.
-DEVICE void finish(Values &z, int t, int part, Source from, float skip, float2 scale, Result to, float2 *parts,
+DEVICE void write_rows(Values &z, int t, int part, Source from, float skip, float2 scale, Result to, float2 *parts,
                    unsigned *counts, long long pair, const float2 *twiddles) {
-    if (OUTER == 1) {
+    if (SEGMENTS == 1) {
         store(z, t, from, skip, scale, to);
         return;
     }
-    leave(z, t, part, parts + pair * KEPT, false);
-    if (last(t, counts + pair)) store_parts(parts + pair * KEPT, t, from, skip, scale, to, twiddles);
+    store_part(z, t, part, parts + pair * PART_VALUES, false);
+    if (is_last_block(t, counts + pair)) store_parts(parts + pair * PART_VALUES, t, from, skip, scale, to, twiddles);
 }
 
-// y = h * x + skip x, with sign = -1 correlated with h. A block has one part of every SHARES-th pair of a
-// channel's rows; steps from sequence to sequence are in units of 8 values. Where OUTER > 1, `parts` has room for all
+#if !BACKWARD
+// y = filter * x + skip x, with sign = -1 correlated with the filter. A block has one part of every `splits`-th pair
+// of a channel's rows; steps from sequence to sequence are in units of 8 values. Where SEGMENTS > 1, `parts` holds all
 // parts of every pair and channel, and `counts` zeros.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-convolve(const data_t *x, const float *h, const float *skips, data_t *y, float2 *parts, unsigned *counts,
-         const float2 *__restrict__ twiddles, int sign, int B, int T, int L, int C, int valid, int shares, int x_b,
+convolve(const data_t *x, const float *filter, const float *skips, data_t *y, float2 *parts, unsigned *counts,
+         const float2 *__restrict__ twiddles, int sign, int B, int T, int L, int C, int valid, int splits, int x_b,
          int x_c, int y_b, int y_c) {
     SHARED(shared);
-    word_t *room = (word_t *)shared;
-    float2 *filter = (float2 *)(room + ROOM);
-    unsigned *largest = (unsigned *)(filter + N);
-    int t = threadIdx.x, part = blockIdx.x % MADE, before = WINDOWS && sign > 0 ? TOTAL - valid : 0;
-    long long c = blockIdx.x / MADE / shares;
+    word_t *workspace = (word_t *)shared;
+    float2 *stored = (float2 *)(workspace + WORKSPACE);
+    unsigned *largest = (unsigned *)(stored + N);
+    int t = threadIdx.x, part = blockIdx.x % COMPUTED, before = WINDOWS && sign > 0 ? TOTAL - valid : 0;
+    long long c = blockIdx.x / COMPUTED / splits;
     float skip = skips ? skips[c] : 0.f;
-    const float2 *tables = twiddles + PARTS + part * PART;
-    Cut how = cut(T, valid);
-    int count = B * how.windows;
+    const float2 *tables = twiddles + PART_TABLES + part * PART;
+    RowLayout layout = row_layout(T, valid);
+    int count = B * layout.windows;
     Values z;
-    spectrum(z, t, part, h, c, L, C, room, tables);
-    keep(filter, t, z, sign);
-    for (int r = blockIdx.x / MADE % shares * 2; r < count; r += 2 * shares) {
+    spectrum(z, t, part, filter, c, L, C, workspace, tables);
+    store_spectrum(stored, t, z, sign);
+    for (int r = blockIdx.x / COMPUTED % splits * 2; r < count; r += 2 * splits) {
         refresh(t);
         bool both = r + 1 < count;
-        Source from = rows<true>(x, x_b, x_c, how, r, both, c, before);
-        if (OUTER == 1) fetch(z, t, from);
+        Source from = rows<true>(x, x_b, x_c, layout, r, both, c, before);
+        if (SEGMENTS == 1) fetch(z, t, from);
         float2 scale = scales(z, t, from, largest);
-        weigh(z, t, from, make_float2(inverse(scale.x), both ? inverse(scale.y) : 0.f), tables);
-        forward<!(HALF && OUTER == 1)>(z, t, room, tables);
-        UNROLL for (int e = 0; e < E; e++) multiply(z.re[e], z.im[e], filter[e * THREADS + t]);
-        backward(z, t, room, twiddles);
-        finish(z, t, part, from, skip, scale, rows<false>(y, y_b, y_c, how, r, both, c, before), parts, counts,
-               r / 2 * (long long)C + c, twiddles);
+        fetch_scaled(z, t, from, make_float2(inverse(scale.x), both ? inverse(scale.y) : 0.f), tables);
+        forward<!(HALF && SEGMENTS == 1)>(z, t, workspace, tables);
+        UNROLL for (int e = 0; e < E; e++) multiply(z.re[e], z.im[e], stored[e * THREADS + t]);
+        backward(z, t, workspace, twiddles);
+        Result to = rows<false>(y, y_b, y_c, layout, r, both, c, before);
+        write_rows(z, t, part, from, skip, scale, to, parts, counts, r / 2 * (long long)C + c, twiddles);
     }
 }
 
-// Adds the inverse transform of what a block has of h's gradient to dh, or to its parts; on a circle what it has, in
-// its own order, to `dh`. If there is no `more` yet it is the first.
-DEVICE void add(Values &z, int t, int part, float *dh, int L, word_t *room, float2 *parts, const float2 *twiddles,
+#else
+// Adds the inverse transform of what a block has of the filter's gradient to dh, or to its parts; on a circle what it
+// has, in its own order, to `dh`. If there is no `more` yet it is the first.
+DEVICE void add(Values &z, int t, int part, float *dh, int L, word_t *workspace, float2 *parts, const float2 *twiddles,
                 bool more) {
 #if CIRCULAR
     UNROLL for (int e = 0; e < E; e++) {
@@ -542,59 +545,58 @@ DEVICE void add(Values &z, int t, int part, float *dh, int L, word_t *room, floa
         place = make_float2(before.x + z.re[e], before.y + z.im[e]);
     }
 #else
-    backward(z, t, room, twiddles);
-    if (OUTER > 1) {
-        leave(z, t, part, parts, more);
+    backward(z, t, workspace, twiddles);
+    if (SEGMENTS > 1) {
+        store_part(z, t, part, parts, more);
         return;
     }
-    UNROLL for (int k = 0; k < TAPS; k++) {
+    UNROLL for (int k = 0; k < FILTER_VALUES; k++) {
         int at = t + k * THREADS;
         if (at < L) dh[at] = z.re[reversed<R1>(k)] * (1.f / TOTAL) + (more ? __ldcg(dh + at) : 0.f);
     }
 #endif
 }
 
-// The gradients of h, as sums[share, c, l], and, if dx is given, of x: dx = dy correlated with h, + skip dy. On a
-// circle it is sums[share, c, part, e, t] of two rows' spectra x* dy, in which parts that change sign with the
-// frequency's are to be left out. Rows of dy are divided by their scales and those of x multiplied by them, so that
-// of each product's two factors neither is loud alone. A block has one part of every SHARES-th pair of a channel's
-// rows; unless it KEEPS both, each pair transforms the filter once more, and the gradient's spectrum back. Where
-// OUTER > 1, `parts` has room for all parts of every pair and channel, then of every share and channel, and
-// `counts` zeros.
-extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
-differentiate(const data_t *x, const data_t *dy, const float *h, const float *skips, data_t *dx, float *sums,
+// The gradients of the filter, as sums[split, c, l], and, if dx is given, of x: dx = dy correlated with the filter,
+// + skip dy. On a circle it is sums[split, c, part, e, t] of two rows' spectra x* dy, in which parts that change sign
+// with the frequency's are to be left out. Rows of dy are divided by their scales and those of x multiplied by them, so that
+// of each product's two factors neither is loud alone. A block has one part of every `splits`-th pair of a channel's
+// rows; unless it STORES both, each pair transforms the filter once more, and the gradient's spectrum back. Where
+// SEGMENTS > 1, `parts` holds all parts of every pair and channel, then of every split and channel, and `counts` zeros.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+differentiate(const data_t *x, const data_t *dy, const float *filter, const float *skips, data_t *dx, float *sums,
               float2 *parts, unsigned *counts, const float2 *__restrict__ twiddles, int B, int T, int L, int C,
-              int valid, int shares, int x_b, int x_c, int dy_b, int dy_c, int dx_b, int dx_c) {
+              int valid, int splits, int x_b, int x_c, int dy_b, int dy_c, int dx_b, int dx_c) {
     SHARED(shared);
-    word_t *room = (word_t *)shared;
-    float2 *output = (float2 *)(room + ROOM), *filter = output + N;
-    unsigned *largest = (unsigned *)(output + (KEEPS ? 2 : 1) * N);
-    int t = threadIdx.x, part = blockIdx.x % MADE, share = blockIdx.x / MADE % shares;
-    long long c = blockIdx.x / MADE / shares, sum_row = share * (long long)C + c;
-    const float2 *tables = twiddles + PARTS + part * PART;
-    float *dh = sums + sum_row * (CIRCULAR ? 2 * KEPT : L);
-    Cut how = cut(T, valid);
-    int count = B * how.windows;
+    word_t *workspace = (word_t *)shared;
+    float2 *output = (float2 *)(workspace + WORKSPACE), *stored = output + N;
+    unsigned *largest = (unsigned *)(output + (STORES ? 2 : 1) * N);
+    int t = threadIdx.x, part = blockIdx.x % COMPUTED, split = blockIdx.x / COMPUTED % splits;
+    long long c = blockIdx.x / COMPUTED / splits, sum_row = split * (long long)C + c;
+    const float2 *tables = twiddles + PART_TABLES + part * PART;
+    float *dh = sums + sum_row * (CIRCULAR ? 2 * PART_VALUES : L);
+    RowLayout layout = row_layout(T, valid);
+    int count = B * layout.windows;
     sum_row += (count + 1) / 2 * (long long)C;
     Values sum, z;
-    if (KEEPS && dx) {
-        spectrum(z, t, part, h, c, L, C, room, tables);
-        keep(filter, t, z, -1);
+    if (STORES && dx) {
+        spectrum(z, t, part, filter, c, L, C, workspace, tables);
+        store_spectrum(stored, t, z, -1);
     }
-    if (KEEPS) UNROLL for (int e = 0; e < E; e++) sum.re[e] = sum.im[e] = 0.f;
-    for (int r = share * 2; r < count; r += 2 * shares) {
-        if (!KEEPS) refresh(t);
+    if (STORES) UNROLL for (int e = 0; e < E; e++) sum.re[e] = sum.im[e] = 0.f;
+    for (int r = split * 2; r < count; r += 2 * splits) {
+        if (!STORES) refresh(t);
         bool both = r + 1 < count;
-        Source from = rows<true>(dy, dy_b, dy_c, how, r, both, c, 0);
+        Source from = rows<true>(dy, dy_b, dy_c, layout, r, both, c, 0);
         float2 scale;
         _Pragma("unroll 1") for (int turn = 0; turn < 2; turn++) {  // dy's, then x's, by the same instructions
-            Source of = turn ? rows<false>(x, x_b, x_c, how, r, both, c, 0) : from;
-            if (OUTER == 1) fetch(z, t, of);
+            Source of = turn ? rows<false>(x, x_b, x_c, layout, r, both, c, 0) : from;
+            if (SEGMENTS == 1) fetch(z, t, of);
             if (!turn) scale = scales(z, t, of, largest);
             float2 by = turn ? scale : make_float2(inverse(scale.x), inverse(scale.y));
             if (!both) by.y = 0.f;
-            weigh(z, t, of, by, tables);
-            forward<!(HALF && OUTER == 1)>(z, t, room, tables);
+            fetch_scaled(z, t, of, by, tables);
+            forward<!(HALF && SEGMENTS == 1)>(z, t, workspace, tables);
             if (!turn) UNROLL for (int e = 0; e < E; e++)
                 output[e * THREADS + t] = make_float2(z.re[e], z.im[e]);
         }
@@ -603,41 +605,43 @@ differentiate(const data_t *x, const data_t *dy, const float *h, const float *sk
             multiply(w.x, w.y, make_float2(z.re[e], -z.im[e]));
             z.re[e] = w.x;
             z.im[e] = w.y;
-            if (KEEPS) {
+            if (STORES) {
                 sum.re[e] += w.x;
                 sum.im[e] += w.y;
             }
         }
-        if (!KEEPS) {
-            add(z, t, part, dh, L, room, parts + sum_row * KEPT, twiddles, r > share * 2);
+        if (!STORES) {
+            add(z, t, part, dh, L, workspace, parts + sum_row * PART_VALUES, twiddles, r > split * 2);
             refresh(t);
         }
         if (!dx) continue;
-        if (!KEEPS && !CIRCULAR) spectrum(z, t, part, h, c, L, C, room, tables);
+        if (!STORES && !CIRCULAR) spectrum(z, t, part, filter, c, L, C, workspace, tables);
         UNROLL for (int e = 0; e < E; e++) {
             float2 w = output[e * THREADS + t], by = make_float2(z.re[e], z.im[e]);
 #if CIRCULAR
-            if (!KEEPS && e % 8 == 0) refresh(t);  // few loads at a time
-            if (!KEEPS) by = weight(t, e, part, h, c, L, C);
+            if (!STORES && e % 8 == 0) refresh(t);  // few loads at a time
+            if (!STORES) by = weight(t, e, part, filter, c, L, C);
 #endif
-            by = KEEPS ? filter[e * THREADS + t] : make_float2(by.x * (1.f / TOTAL), by.y * (-1.f / TOTAL));
+            by = STORES ? stored[e * THREADS + t] : make_float2(by.x * (1.f / TOTAL), by.y * (-1.f / TOTAL));
             multiply(w.x, w.y, by);
             z.re[e] = w.x;
             z.im[e] = w.y;
         }
-        if (!KEEPS) refresh(t);
-        backward(z, t, room, twiddles);
-        finish(z, t, part, from, skips ? skips[c] : 0.f, scale, rows<false>(dx, dx_b, dx_c, how, r, both, c, 0), parts,
-               counts, r / 2 * (long long)C + c, twiddles);
+        if (!STORES) refresh(t);
+        backward(z, t, workspace, twiddles);
+        Result to = rows<false>(dx, dx_b, dx_c, layout, r, both, c, 0);
+        write_rows(z, t, part, from, skips ? skips[c] : 0.f, scale, to, parts, counts, r / 2 * (long long)C + c,
+                   twiddles);
     }
-    if (KEEPS) add(sum, t, part, dh, L, room, parts + sum_row * KEPT, twiddles, false);
-    if (CIRCULAR || OUTER == 1 || !last(t, counts + sum_row)) return;
+    if (STORES) add(sum, t, part, dh, L, workspace, parts + sum_row * PART_VALUES, twiddles, false);
+    if (CIRCULAR || SEGMENTS == 1 || !is_last_block(t, counts + sum_row)) return;
     for (int m = t; m < N; m += PLACES * THREADS) {
-        Places found;
-        combine(found, m, parts + sum_row * KEPT, twiddles);
+        Places z;
+        combine(z, m, parts + sum_row * PART_VALUES, twiddles);
         UNROLL for (int i = 0; i < PLACES; i++) UNROLL for (int n = 0; n < FILTER_SEGMENTS; n++) {
             int at = n * N + m + i * THREADS;
-            if (at < L) dh[at] = found.re[i][reversed<OUTER>(n)] * (1.f / TOTAL);
+            if (at < L) dh[at] = z.re[i][reversed<SEGMENTS>(n)] * (1.f / TOTAL);
         }
     }
 }
+#endif

@@ -1,0 +1,1 @@
+"""long_conv by FFTs that stay on the chip."""
