@@ -21,17 +21,21 @@ ALLOWED: dict[str, dict[str, str]] = {
     "apps/train/step.py": {
         "Stepper.read": "the log point: one read for all that was counted",
         "Stepper.bits_per_byte": "a measurement on held-out data, between steps",
-        "Stepper.weights": "a checkpoint, between steps",
-        "Stepper.state": "a checkpoint, between steps",
     },
-    "apps/train/run.py": {
-        "Run.report": "the log point, on numbers that Stepper.read gave",
-        "Run._wish": "a signal's number",
-        "Run._synchronize": "around measurements and saves, between steps",
+    "apps/train/saving.py": {
+        "_weights": "a checkpoint, between steps",
+        "_rank_state": "a checkpoint, between steps",
     },
-    "apps/train/pace.py": {
-        "Pace.pause": "around measurements and saves, between steps",
-        "Pace.busy": "the end of the run",
+    "apps/train/reporting.py": {
+        "report_steps": "the log point, on numbers that Stepper.read gave",
+    },
+    "apps/train/loop.py": {
+        "_reason": "a signal's number",
+    },
+    "apps/train/timing.py": {
+        "Timer.pause": "around measurements and saves, between steps",
+        "Timer.busy": "the end of the run",
+        "Timer.synchronize": "around measurements and saves, between steps",
     },
     "apps/train/checkpoint.py": {
         "Checkpoint.__init__": "a number from a file",
