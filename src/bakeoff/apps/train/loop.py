@@ -47,7 +47,7 @@ def train(
     """Trains the configured model, or goes on with an interrupted run.
 
     Ctrl-C, SIGTERM or SIGHUP ends it after the step in hand, with a checkpoint; before the first step at
-    once, with nothing to save; while it makes its last measurement, behind that. Everything is written below
+    once, with nothing to save; during the last measurement, once that is made. Everything is written below
     ``config.train.run_dir``: config.toml, metrics.jsonl, table.json (the verdicts used), checkpoints/.
     Under torchrun the ranks share the work as ``config.parallel`` says; the first writes and prints.
 
@@ -169,7 +169,7 @@ def _finish(context: Context, signals: StopSignals, stopped: str) -> Result:
     if steps_made:
         save(context, last=True)
         if progress.step > progress.logged_step:
-            report_steps(context)  # behind the checkpoint, so that a run that goes on makes the whole row
+            report_steps(context)  # after the checkpoint, so that a run that goes on writes the whole row
     if early:
         say_stopped(context, stopped)
     bits_after = math.nan if early and not steps_made else evaluate(context)

@@ -94,7 +94,7 @@ def _model(config: Config, inputs: Inputs, device: torch.device) -> LLMMed | Byt
 
 
 def _too_large_a_step(config: Config) -> tuple[str, str]:
-    """(where memory ran out, how to need less) if it does in a step."""
+    """For running out of memory in a step: (where, the fix)."""
     rows, parts = config.train.batch_size, config.train.accumulate
     where = f"with train.batch_size={rows}, {config.seq_len} bytes a row, train.accumulate={parts}"
     half = f"set train.accumulate={2 * parts} for the same steps in about half the memory"

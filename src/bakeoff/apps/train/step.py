@@ -56,7 +56,7 @@ def adamw(model: nn.Module, optim: Optim, device: torch.device, *, shards: bool 
 
 
 class Stepper:
-    """Steps a model and counts, on the device, what the next log point wants to know.
+    """Steps a model, and adds up on the device what the next log point reads.
 
     A step whose loss or gradient is not finite changes neither weights nor optimizer state, and is counted.
     With several ranks each takes its rows of the global batch; loss and gradients are means over all of it.

@@ -56,7 +56,7 @@ class Timer:
         return self._active() - self._loop
 
     def window(self) -> tuple[float, float]:
-        """(seconds of steps, seconds of waiting for data) since the last call; begins anew."""
+        """(seconds of steps, seconds of waiting for data) since the last call."""
         now = self._active()
         spent, waited = now - self._window, self.waited
         self._window, self.waited = now, 0.0

@@ -70,7 +70,7 @@ class Optim(Section, frozen=True):
 
 
 class Train(Section, frozen=True):
-    """[train] how long, how much at once, and where to."""
+    """[train] length, batch, device, precision, measurements and checkpoints of a run."""
 
     steps: Count = 1000
     """Optimizer steps; 0 means until `max_seconds`. The schedule then follows time, not steps."""
