@@ -23,11 +23,11 @@ PROGRAM = """
     import torch
     torch.set_num_threads(1)
     from bakeoff.errors import BakeoffError
-    from bakeoff.apps.train import Config, loop, resolve, train
+    from bakeoff.apps.train import Config, resolve, setup, train
 
     rank, who, what = int(os.environ["RANK"]), int(sys.argv[2]), sys.argv[3]
 
-    class Doomed(loop.Stepper):
+    class Doomed(setup.Stepper):
         made = 0
         def __call__(self, rows, lr):
             self.made += 1
@@ -38,7 +38,7 @@ PROGRAM = """
                 os.kill(os.getpid(), getattr(signal, what))
             super().__call__(rows, lr)
 
-    loop.Stepper = Doomed
+    setup.Stepper = Doomed
     try:
         train(resolve(Config(), sys.argv[1]))
     except BakeoffError as error:

@@ -15,7 +15,7 @@ from rich.console import Console
 from bakeoff.errors import BakeoffError
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.parallel import World
-from bakeoff.apps.train import ConfigError, loop, moments, resolve, train
+from bakeoff.apps.train import ConfigError, moments, resolve, setup, train
 from bakeoff.apps.train.checkpoint import latest, steps
 from bakeoff.apps.train.config import Config, Data, Metrics, Optim, Select, Train, to_toml
 from bakeoff.apps.train.metrics import read_metrics
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_any_world_opens_in_any(ranks: Ranks, base: Path) -> Non
 
 
 def told_to_stop(rank: int, base: Path) -> None:
-    class Interrupted(loop.Stepper):
+    class Interrupted(setup.Stepper):
         made = 0
 
         def __call__(self, rows: torch.Tensor, lr: float) -> None:
@@ -107,7 +107,7 @@ def told_to_stop(rank: int, base: Path) -> None:
                 signal.raise_signal(signal.SIGTERM)
             super().__call__(rows, lr)
 
-    loop.Stepper = Interrupted
+    setup.Stepper = Interrupted
     result = run(base, "stopped")
     assert (result.steps, result.stopped) == (4, "SIGTERM")
     assert result.checkpoint == base.parent / "stopped" / "checkpoints" / "step-00000004"
@@ -124,14 +124,14 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(ranks: Ranks, base: Pat
 
 
 def told_to_stop_first(rank: int, base: Path) -> None:
-    measure = loop.Stepper.bits_per_byte
+    measure = setup.Stepper.bits_per_byte
 
-    def interrupted(stepper: loop.Stepper, rows: torch.Tensor) -> float:
+    def interrupted(stepper: setup.Stepper, rows: torch.Tensor) -> float:
         if rank == 1:
             signal.raise_signal(signal.SIGTERM)
         return measure(stepper, rows)
 
-    loop.Stepper.bits_per_byte = interrupted
+    setup.Stepper.bits_per_byte = interrupted
     result = run(base, "unstarted")
     assert (result.steps, result.stopped, result.checkpoint) == (0, "SIGTERM", None)
 
@@ -154,12 +154,12 @@ def against_the_clock(rank: int, base: Path) -> None:
 
     rates: list[float] = []
 
-    class Noted(loop.Stepper):
+    class Noted(setup.Stepper):
         def __call__(self, rows: torch.Tensor, lr: float) -> None:
             rates.append(lr)
             super().__call__(rows, lr)
 
-    loop.Stepper = Noted
+    setup.Stepper = Noted
     overrides = ["train.steps=0", "train.max_seconds=120", "optim.min_lr=0.1"]
     result = run(base, "timed", *overrides, clock=clock)
     assert result.stopped == "time"

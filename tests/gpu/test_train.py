@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from bakeoff.apps.train import TrainError, loop, resolve, train
+from bakeoff.apps.train import TrainError, resolve, setup, train
 from bakeoff.apps.train.checkpoint import latest
 from bakeoff.apps.train.config import Config, Data, Metrics, Optim, Select, Train
 from bakeoff.apps.train.metrics import read_metrics
+from bakeoff.apps.train.saving import optimizer_state
 from bakeoff.apps.train.step import Stepper
 from bakeoff.causal import CausalityError
 from bakeoff.graphs import forbid_sync
@@ -65,7 +66,7 @@ def stepper(config: Config) -> Stepper:
 
 def state(of: Stepper) -> list[Tensor]:
     held = [p.detach().clone() for p in of.model.parameters()]
-    moments = [value.clone() for value in of.moments().values()]
+    moments = [value.clone() for value in optimizer_state(of).values()]
     return [*held, *moments, of.window.clone(), torch.cuda.get_rng_state()]
 
 
@@ -216,7 +217,7 @@ class Waiting(LLMMed):
 def test_a_model_that_waits_is_trained_uncaptured_and_the_reason_said(
     base: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(loop, "build", Waiting)
+    monkeypatch.setattr(setup, "build", Waiting)
     rows, said = run(resolve(base, None, ["metrics.console=true"]))
     assert "steps are not captured: the step waits for the device" in said
     assert "test_train.py" in said
@@ -233,7 +234,7 @@ class Peeking(LLMMed):
 
 
 def test_a_leak_is_found_on_the_device(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "build", Peeking)
+    monkeypatch.setattr(setup, "build", Peeking)
     with pytest.raises(CausalityError, match="sees its future, at least 3 ahead"):
         train(base, console=Console(file=io.StringIO()))
 

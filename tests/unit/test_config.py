@@ -16,6 +16,7 @@ from bakeoff.apps.train.config import (
     Select,
     Train,
     from_saved,
+    from_tree,
     resolve,
     to_toml,
     to_tree,
@@ -166,6 +167,25 @@ def test_wrong_files_name_the_key_and_the_fix(text: str, message: str, tmp_path:
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         resolve(Config(), file)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"train": {"step": 1}}, "unknown key 'train.step'; did you mean train.steps?"),
+        ({"model": {"layers": 2}}, "model.kind is missing; there are llm-med, byte-spectral"),
+        ({"model": {"kind": 5}}, "model.kind: 5 is not a model; there are llm-med, byte-spectral"),
+        ({"model": 3}, "model is a table of keys, got 3"),
+        ({"recipe": 3}, "recipe: expected str, got 3"),
+        ({"optim": {"lr": 10**400}}, "optim.lr: expected float up to 1.8e+308, got 1000"),
+        ({"data": {"holdout": 1}}, "data.holdout: expected float < 1.0, got 1"),
+        ({"select": {"tuned": "eager"}}, "unknown key 'select.tuned'; did you mean select.tune?"),
+    ],
+)
+def test_wrong_values_of_any_origin_name_the_key(tree: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_tree(tree)
     assert message in str(caught.value)
 
 

@@ -17,11 +17,11 @@ from bakeoff.apps.cli import main
 from bakeoff.apps.cli.demo import GPU_BYTES_PER_S, demo_configs
 from bakeoff.apps.cli.training import program
 from bakeoff.apps.compare import parameters
-from bakeoff.apps.train import Config, load_run
+from bakeoff.apps.train import Config, load_run, loop
 from bakeoff.apps.train import train as trained
 from bakeoff.apps.train.checkpoint import steps
+from bakeoff.apps.train.context import Context
 from bakeoff.apps.train.data import ByteCorpus
-from bakeoff.apps.train.run import Run
 from bakeoff.select import TuneReport
 from tests.unit.verdicts import no_verdicts
 
@@ -197,15 +197,15 @@ def test_an_interruption_says_how_to_go_on(text: Path, monkeypatch: pytest.Monke
 def test_an_interruption_once_a_run_is_over_ends_the_demo(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = Run.evaluate
+    measure = loop.evaluate
 
-    def measured(run: Run) -> float:
-        if run.step:
+    def measured(context: Context) -> float:
+        if context.progress.step:
             signal.raise_signal(signal.SIGINT)
-        return measure(run)
+        return measure(context)
 
     monkeypatch.setattr("bakeoff.apps.cli.demo.train", lambda config, **options: short(config, 3, **options))
-    monkeypatch.setattr(Run, "evaluate", measured)
+    monkeypatch.setattr(loop, "evaluate", measured)
     done = demo("--data", text, "--out", "out")
     assert done.exit_code == 130, done.output
     assert "SIGINT: the run was over at step 3, saved" in done.stdout

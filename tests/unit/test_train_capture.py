@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from bakeoff.apps.train import ConfigError, TrainError, loop, resolve, step, train
+from bakeoff.apps.train import ConfigError, TrainError, device, resolve, setup, step, train
 from bakeoff.apps.train.config import Config, Data, Select, Train
 from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.graphs import NotCapturable
@@ -66,7 +66,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[StandIn]]:
             return made[-1]
 
         monkeypatch.setattr(step, "capture_step", capture)
-        monkeypatch.setattr(loop, "_why_no_graph", lambda *_: "")
+        monkeypatch.setattr(device, "why_no_graph", lambda *_: "")
         return made
 
     return arrange
@@ -116,12 +116,12 @@ def test_after_that_the_host_s_time_counts(
     stand_in(NotCapturable("no", ran=True), at=3)
     regimes = []
 
-    class Noted(loop.Stepper):
+    class Noted(setup.Stepper):
         def _backward(self, part: Tensor) -> Tensor:
             regimes.append(current().regime)
             return super()._backward(part)
 
-    monkeypatch.setattr(loop, "Stepper", Noted)
+    monkeypatch.setattr(setup, "Stepper", Noted)
     run(base)
     assert regimes[0] == "graph"
     assert regimes[-3:] == ["eager"] * 3
@@ -138,9 +138,9 @@ def test_capture_on_means_or_else(base: Config, stand_in: Any) -> None:
 def test_several_ranks_are_not_captured() -> None:
     cuda = torch.device("cuda")
     off = Config(train=Train(capture="off"))
-    assert loop._why_no_graph(Config(), cuda, World(0, 1)) == ""
-    assert loop._why_no_graph(Config(), cuda, World(1, 2)) == "a step of several ranks is not captured"
-    assert loop._why_no_graph(off, cuda, World(0, 1)) == "train.capture is off"
+    assert device.why_no_graph(Config(), cuda, World(0, 1)) == ""
+    assert device.why_no_graph(Config(), cuda, World(1, 2)) == "a step of several ranks is not captured"
+    assert device.why_no_graph(off, cuda, World(0, 1)) == "train.capture is off"
 
 
 def test_without_cuda_nothing_is_captured_and_nothing_said(base: Config) -> None:

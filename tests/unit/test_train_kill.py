@@ -268,10 +268,10 @@ LINGERING = """
     import sys, time
     from pathlib import Path
     from bakeoff.apps.cli import main
-    from bakeoff.apps.train import loop
+    from bakeoff.apps.train import setup
 
     place, sign = sys.argv.pop(1), Path(sys.argv.pop(1))
-    measure, seen = loop.Stepper.bits_per_byte, []
+    measure, seen = setup.Stepper.bits_per_byte, []
 
     def linger(*args):
         sign.touch()
@@ -285,9 +285,9 @@ LINGERING = """
             linger()
         return measure(stepper, rows)
 
-    loop.Stepper.bits_per_byte = measured
+    setup.Stepper.bits_per_byte = measured
     if place == "leak check":
-        loop.check_leaks = linger
+        setup.check_leaks = linger
     main()
 """
 

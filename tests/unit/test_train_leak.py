@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from bakeoff.apps.train import leak, loop, train
+from bakeoff.apps.train import leak, setup, train
 from bakeoff.apps.train.config import Config, Data, Metrics, Select, Train
 from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.causal import CausalityError
@@ -46,7 +46,7 @@ class Peeking(LLMMed):
 def test_a_model_that_sees_the_future_is_refused_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "build", Peeking)
+    monkeypatch.setattr(setup, "build", Peeking)
     with pytest.raises(CausalityError, match=r"output \d+ sees its future, at least 3 ahead"):
         train(config(tmp_path), console=QUIET)
     assert not Path(tmp_path, "run", "metrics.jsonl").exists()

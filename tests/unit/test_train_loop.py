@@ -23,10 +23,10 @@ from bakeoff.apps.train import (
     TrainError,
     checkpoint,
     load_run,
-    loop,
+    reporting,
     resolve,
-    run,
     selection,
+    setup,
     train,
 )
 from bakeoff.apps.train.checkpoint import CheckpointError, State, latest
@@ -81,7 +81,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Any:
                     signal.raise_signal(number)
                 super().__call__(rows, lr)
 
-        monkeypatch.setattr(loop, "Stepper", Interrupted)
+        monkeypatch.setattr(setup, "Stepper", Interrupted)
 
     return arrange
 
@@ -186,7 +186,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(
         raise AssertionError("the signal was not obeyed at once")
 
     place = {
-        "leak check": (loop, "check_leaks"),
+        "leak check": (setup, "check_leaks"),
         "tuning": (selection, "tune_together"),
         "first measurement": (Stepper, "bits_per_byte"),
     }[phase]
@@ -221,7 +221,7 @@ def test_a_signal_while_a_run_takes_up_another_leaves_that_as_it_was(
     def interrupted(*_: Any, **__: Any) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(loop, "check_leaks", interrupted)
+    monkeypatch.setattr(setup, "check_leaks", interrupted)
     out = io.StringIO()
     talking = resolve(base, None, ["train.leak_check=true", "metrics.console=true", "train.steps=5"])
     second = train(talking, console=Console(file=out, width=200))
@@ -260,15 +260,15 @@ def test_a_killed_run_repeats_what_it_lost(base: Config, tmp_path: Path) -> None
     train(whole, console=QUIET)
     program = """
         import os, signal, sys
-        from bakeoff.apps.train import loop, resolve, train
+        from bakeoff.apps.train import resolve, setup, train
         from bakeoff.apps.train.config import Config
-        class Killed(loop.Stepper):
+        class Killed(setup.Stepper):
             def __call__(self, rows, lr):
                 super().__call__(rows, lr)
                 self.made = getattr(self, "made", 0) + 1
                 if self.made == 10:
                     os.kill(os.getpid(), signal.SIGKILL)
-        loop.Stepper = Killed
+        setup.Stepper = Killed
         train(resolve(Config(), sys.argv[1]))
     """
     (tmp_path / "given.toml").write_text(to_toml(base))
@@ -459,15 +459,15 @@ def test_other_errors_keep_their_own_words(base: Config, monkeypatch: pytest.Mon
 
 
 def test_a_gradient_that_stays_not_finite_ends_the_run(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_HOPELESS", 6)
-    make = loop.build
+    monkeypatch.setattr(reporting, "_HOPELESS", 6)
+    make = setup.build
 
     def poisoned(config: ModelConfig) -> torch.nn.Module:
         model = make(config)
         model.embed.weight.register_hook(lambda grad: grad * float("nan"))
         return model
 
-    monkeypatch.setattr(loop, "build", poisoned)
+    monkeypatch.setattr(setup, "build", poisoned)
     with pytest.raises(TrainError, match=r"not been finite for 6 steps, at step 6: lower optim.lr"):
         train(base, console=QUIET)
     (first, second) = rows(base)
@@ -527,7 +527,7 @@ class Syncs(TorchDispatchMode):
 
 
 def test_a_step_never_reads_a_value_on_the_host(base: Config) -> None:
-    stepper = Stepper(loop.build(base.model), base, torch.device("cpu"))
+    stepper = Stepper(setup.build(base.model), base, torch.device("cpu"))
     batch = torch.randint(256, (8, 33), dtype=torch.uint8)
     with Syncs() as syncs:
         for _ in range(3):

@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from bakeoff import hardware
-from bakeoff.apps.train import loop, train
+from bakeoff.apps.train import setup, train
 from bakeoff.apps.train.config import Config, Data, Metrics, Select, Train
 from bakeoff.apps.train.metrics import JsonLines, MetricsError, MetricsLog, line, read_metrics
 from bakeoff.models.llm_med import Config as ModelConfig
@@ -278,9 +278,9 @@ def test_speeds_shares_and_waits_are_what_the_clock_says(
 
         monkeypatch.setattr(kind, name, slow)
 
-    after(2.0, loop.Stepper, "__call__")
-    after(0.5, loop.Prefetcher, "get")
-    after(100.0, loop.Stepper, "bits_per_byte")
+    after(2.0, setup.Stepper, "__call__")
+    after(0.5, setup.Prefetcher, "get")
+    after(100.0, setup.Stepper, "bits_per_byte")
     config = small(tmp_path, steps=6, log_every=2, eval_every=4)
     run_dir = train(config, console=Console(file=io.StringIO()), clock=lambda: now).run_dir
     rows = read_metrics(run_dir / "metrics.jsonl")

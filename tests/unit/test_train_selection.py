@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bakeoff.apps.train.config import Select
-from bakeoff.apps.train.selection import choices, settle
+from bakeoff.apps.train.selection import choices, select_candidates
 from bakeoff.select import Op, call
 from bakeoff.select.choose import policy
 from bakeoff.select.choose import table as tables
@@ -35,7 +35,7 @@ def test_the_verdicts_a_run_uses_are_kept_with_it_and_can_be_pinned(op: Op, tmp_
 
     toys.learn(op, "two", rows=4)
     toys.learn(op, "one", rows=5)  # no call of the step's
-    found = settle(step, Select(tune=False), tmp_path, announce=print)
+    found = select_candidates(step, Select(tune=False), tmp_path, announce=print)
     assert choices(found) == {"select/zoo_kept": "two"}
     assert set(tables.read(tmp_path / "table.json").rows) == {key(op, zoo.case(4, 8, grad=False), "eager")}
     policy.store.forget()  # another machine's cache, say
@@ -51,7 +51,7 @@ def test_a_full_disk_costs_the_copy_and_not_the_run(
 ) -> None:
     toys.learn(op, "two", rows=4)
     (tmp_path / "file").write_text("")
-    found = settle(
+    found = select_candidates(
         lambda: call(op, torch.ones(4, 8), torch.ones(8), None),
         Select(tune=False),
         tmp_path / "file",

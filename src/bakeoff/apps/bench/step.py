@@ -22,7 +22,7 @@ from bakeoff.apps.bench import results
 from bakeoff.apps.bench.results import File, open_file
 from bakeoff.apps.train import Config, recipe, resolve
 from bakeoff.apps.train.data import Batches, ByteCorpus, split
-from bakeoff.apps.train.selection import choices, settle
+from bakeoff.apps.train.selection import choices, select_candidates
 from bakeoff.apps.train.step import Stepper, uses_bf16
 from bakeoff.device import synchronize
 from bakeoff.graphs.sync import WAITED, sync_mode
@@ -192,7 +192,9 @@ def _selected(step: Callable[[], object], config: Config) -> dict[str, str]:
     """The candidates that `step` runs, by op."""
     known = msgspec.structs.replace(config.select, tune=False)
     with tempfile.TemporaryDirectory() as folder:
-        return choices(settle(step, known, Path(folder), lambda text: None, compiled=config.train.compile))
+        return choices(
+            select_candidates(step, known, Path(folder), lambda text: None, compiled=config.train.compile)
+        )
 
 
 def _batches(config: Config, device: torch.device) -> list[Tensor]:

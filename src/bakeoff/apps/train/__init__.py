@@ -3,10 +3,9 @@
 from bakeoff.apps.train.checkpoint import CheckpointError, load_run
 from bakeoff.apps.train.config import Config, ConfigError, resolve, to_toml
 from bakeoff.apps.train.data import DataError
-from bakeoff.apps.train.device import TrainError
 from bakeoff.apps.train.loop import train
 from bakeoff.apps.train.recipes import RECIPES, recipe
-from bakeoff.apps.train.run import Result
+from bakeoff.apps.train.result import Result, TrainError
 
 __all__ = [
     "RECIPES",

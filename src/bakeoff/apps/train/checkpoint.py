@@ -19,6 +19,7 @@ import shutil
 import tomllib
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from bakeoff.parallel import ALONE, World
 __all__ = [
     "Checkpoint",
     "CheckpointError",
-    "Progress",
+    "SavedProgress",
     "State",
     "latest",
     "load",
@@ -60,27 +61,21 @@ class CheckpointError(BakeoffError, RuntimeError):
     """A checkpoint that is missing, torn, or of another model."""
 
 
+@dataclass(frozen=True)
 class State:
-    """What a checkpoint holds beside its configuration.
+    """What a checkpoint holds beside its configuration."""
 
-    Attributes:
-        numbers: plain values, ``step`` among them; rank 0's are saved.
-        weights: the whole model, by name; on rank 0.
-        tensors: small tensors by name, each rank's own.
-        moments: large ones by name, sharded alike on all ranks, or equal on all.
-    """
-
-    def __init__(
-        self,
-        numbers: dict[str, float],
-        weights: dict[str, Tensor],
-        tensors: dict[str, Tensor],
-        moments: dict[str, Tensor],
-    ) -> None:
-        self.numbers, self.weights, self.tensors, self.moments = numbers, weights, tensors, moments
+    numbers: dict[str, float]
+    """Plain values, ``step`` among them; rank 0's are saved."""
+    weights: dict[str, Tensor]
+    """The whole model, by name; on rank 0."""
+    tensors: dict[str, Tensor]
+    """Small tensors by name, each rank's own."""
+    moments: dict[str, Tensor]
+    """The optimizer's state by name, sharded alike on all ranks, or equal on all."""
 
 
-class Progress(msgspec.Struct, frozen=True):
+class SavedProgress(msgspec.Struct, frozen=True):
     """How far a run had come: the numbers that it saves."""
 
     step: int
@@ -109,10 +104,10 @@ class Checkpoint:
     def model(self) -> LLMMed | ByteSpectralLM:
         """The configuration's model with the saved weights. Raises CheckpointError where they don't fit."""
         built = build(self.config.model)
-        wanted = {name: (own.shape, own.is_floating_point()) for name, own in built.state_dict().items()}
+        needed = {name: (own.shape, own.is_floating_point()) for name, own in built.state_dict().items()}
         given = {name: (own.shape, own.is_floating_point()) for name, own in self.weights.items()}
-        if wanted != given:
-            odd = sorted(name for name in {**wanted, **given} if wanted.get(name) != given.get(name))
+        if needed != given:
+            odd = sorted(name for name in {**needed, **given} if needed.get(name) != given.get(name))
             raise CheckpointError(
                 f"{self.folder / 'model.safetensors'} holds other weights than the model of its config.toml "
                 f"has: see {', '.join(odd[:3])}. Give another checkpoint, or train anew"
@@ -120,15 +115,15 @@ class Checkpoint:
         built.load_state_dict(self.weights)
         return built
 
-    def progress(self) -> Progress:
+    def progress(self) -> SavedProgress:
         """The run's numbers. Raises CheckpointError where some are missing."""
         try:
-            return msgspec.convert(self.numbers, Progress)
+            return msgspec.convert(self.numbers, SavedProgress)
         except msgspec.ValidationError as error:
             raise CheckpointError(f"{self.folder / 'run.json'}: {error}. Give another checkpoint") from None
 
     def read_moments(self, into: dict[str, Tensor], world: World = ALONE) -> None:
-        """Fills `into` with the optimizer's state, in whatever shards it wants. Raises CheckpointError."""
+        """Fills `into` with the optimizer's state, in whatever shards `into` has. Raises CheckpointError."""
         from bakeoff.apps.train import moments  # torch.distributed.checkpoint takes a while to import
 
         try:
@@ -151,40 +146,46 @@ def save(run_dir: Path, config: Config, state: State, *, keep: int, world: World
     parent = run_dir / FOLDER
     target = parent / f"{_PREFIX}{int(state.numbers['step']):08d}"
     partial = parent / f"{_PARTIAL}{target.name}"
-    everybodys = world.gather(state.tensors)
+    tensors = {name: tensor for own in world.gather(state.tensors) for name, tensor in own.items()}
 
-    def begin() -> None:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed here
-        (partial / _MOMENTS).mkdir(parents=True)
-        tensors = {name: tensor for own in everybodys for name, tensor in own.items()}
-        contents = (
-            safetensors.torch.save(state.weights),
-            to_toml(config).encode(),
-            safetensors.torch.save(tensors),
-            json.dumps(state.numbers).encode(),
-        )
-        for name, data in zip(_FILES, contents, strict=True):
-            _write(partial / name, data)
-
-    def end() -> None:
-        _write(partial / "manifest.json", json.dumps(_manifest(partial, state.numbers), indent=1).encode())
-        _sync_folder(partial / _MOMENTS)
-        if target.exists():  # the same step again, saved when the run was over and went on
-            shutil.rmtree(target)
-        partial.rename(target)
-        _sync_folder(parent)
+    def publish() -> None:
+        _complete(partial, target, state)
         for old in steps(run_dir)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 
     try:
-        _on_first(begin, world)
+        _on_first(lambda: _write_files(partial, config, state, tensors), world)
         moments.write(partial / _MOMENTS, state.moments, world)
-        _on_first(end, world)
+        _on_first(publish, world)
     except OSError:
         if world.first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return target
+
+
+def _write_files(partial: Path, config: Config, state: State, tensors: dict[str, Tensor]) -> None:
+    """Writes what one rank writes alone, into a new folder."""
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed here
+    (partial / _MOMENTS).mkdir(parents=True)
+    contents = (
+        safetensors.torch.save(state.weights),
+        to_toml(config).encode(),
+        safetensors.torch.save(tensors),
+        json.dumps(state.numbers).encode(),
+    )
+    for name, data in zip(_FILES, contents, strict=True):
+        _write(partial / name, data)
+
+
+def _complete(partial: Path, target: Path, state: State) -> None:
+    """Makes the whole checkpoint in `partial` the one called `target`."""
+    _write(partial / "manifest.json", json.dumps(_manifest(partial, state.numbers), indent=1).encode())
+    _sync_folder(partial / _MOMENTS)
+    if target.exists():  # the same step again, saved when the run was over and went on
+        shutil.rmtree(target)
+    partial.rename(target)
+    _sync_folder(target.parent)
 
 
 def _on_first(function: Callable[[], None], world: World) -> None:
@@ -195,11 +196,11 @@ def _on_first(function: Callable[[], None], world: World) -> None:
             function()
         except OSError as error:
             problem = error
-    told = world.gather((problem.errno, problem.strerror) if problem else None)[0]
+    reason = world.gather((problem.errno, problem.strerror) if problem else None)[0]
     if problem is not None:
         raise problem
-    if told is not None:
-        raise OSError(*told)
+    if reason is not None:
+        raise OSError(*reason)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -222,11 +223,11 @@ def _manifest(folder: Path, numbers: dict[str, float]) -> dict[str, Any]:
 
 
 def _crc32(path: Path) -> int:
-    found = 0
+    checksum = 0
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
-            found = zlib.crc32(piece, found)
-    return found
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 def _sync_folder(folder: Path) -> None:
@@ -240,19 +241,19 @@ def _sync_folder(folder: Path) -> None:
 
 def steps(run_dir: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest first; not necessarily whole ones."""
-    found = (run_dir / FOLDER).glob(f"{_PREFIX}*")
-    return sorted(folder for folder in found if folder.name.removeprefix(_PREFIX).isdigit())
+    folders = (run_dir / FOLDER).glob(f"{_PREFIX}*")
+    return sorted(folder for folder in folders if folder.name.removeprefix(_PREFIX).isdigit())
 
 
 def set_aside(run_dir: Path, step: int) -> list[Path]:
     """Renames the checkpoints later than `step`, which a run goes on from: they are of another branch, or
-    torn, and would count as the newest. Returns their new places."""
+    torn, and would count as the newest. Returns their new paths."""
     moved = []
     for folder in steps(run_dir):
         if int(folder.name.removeprefix(_PREFIX)) > step:
             names = (f"{_ASIDE}{number}-{folder.name}" for number in itertools.count(1))
-            place = next(place for name in names if not (place := folder.with_name(name)).exists())
-            moved.append(folder.rename(place))
+            path = next(path for name in names if not (path := folder.with_name(name)).exists())
+            moved.append(folder.rename(path))
     return moved
 
 
@@ -262,7 +263,7 @@ def load(folder: Path) -> Checkpoint:
     try:
         config, notes = from_saved(tomllib.loads((folder / "config.toml").read_bytes().decode()))
         numbers = json.loads((folder / "run.json").read_bytes())
-        found = Checkpoint(
+        loaded = Checkpoint(
             folder,
             config,
             safetensors.torch.load_file(folder / "model.safetensors"),
@@ -273,7 +274,7 @@ def load(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder} was not written by this version of bakeoff: {error}") from None
     if notes:
         log.warning("%s is another version's: %s", folder / "config.toml", "; ".join(notes))
-    return found
+    return loaded
 
 
 def _check(folder: Path) -> None:
@@ -333,12 +334,12 @@ def load_run(run_dir: str | Path) -> tuple[LLMMed | ByteSpectralLM, Config]:
 
     >>> model, config = load_run("runs/llm-med-tiny")  # doctest: +SKIP
     """
-    found = latest(run_dir)
-    if found is None:
+    newest = latest(run_dir)
+    if newest is None:
         raise CheckpointError(f"{run_dir} holds no checkpoint: give the folder that `bakeoff train` printed")
-    if not all(bool(weight.isfinite().all()) for weight in found.weights.values()):
+    if not all(bool(weight.isfinite().all()) for weight in newest.weights.values()):
         raise CheckpointError(
-            f"{found.folder / 'model.safetensors'} holds weights that are not finite: training diverged. "
+            f"{newest.folder / 'model.safetensors'} holds weights that are not finite: training diverged. "
             "Give an earlier checkpoint, or train anew with a lower optim.lr"
         )
-    return found.model().eval(), found.config
+    return newest.model().eval(), newest.config

@@ -115,16 +115,16 @@ class ByteCorpus:
         """SHA-256 of the number of bytes and of all of them; of more than 128 MiB only 1 MiB in every 128th
         part is read."""
         total = len(self)
-        found = hashlib.sha256(str(total).encode())
+        digest = hashlib.sha256(str(total).encode())
         for start in range(0, total, max(DIGEST_PIECE, math.ceil(total / DIGEST_PIECES))):
-            found.update(self.read(start, min(DIGEST_PIECE, total - start)).data)
-        return found.hexdigest()
+            digest.update(self.read(start, min(DIGEST_PIECE, total - start)).data)
+        return digest.hexdigest()
 
     def _map(self, index: int) -> mmap.mmap:
-        found = self._maps.get(index)
-        if found is not None:
+        mapped = self._maps.get(index)
+        if mapped is not None:
             self._maps.move_to_end(index)
-            return found
+            return mapped
         file = self.files[index]
         expected = int(self._ends[index]) - (int(self._ends[index - 1]) if index else 0)
         try:
@@ -134,13 +134,13 @@ class ByteCorpus:
                     raise DataError(
                         f"{file} shrank from {expected} to {size} bytes during the run: restore it"
                     )
-                found = mmap.mmap(handle.fileno(), expected, access=mmap.ACCESS_READ)
+                mapped = mmap.mmap(handle.fileno(), expected, access=mmap.ACCESS_READ)
         except OSError as error:
             raise DataError(f"can't read {file} any more: {error.strerror}. Restore it and resume") from None
-        self._maps[index] = found
+        self._maps[index] = mapped
         if len(self._maps) > OPEN_MAPS:
             self._maps.popitem(last=False)
-        return found
+        return mapped
 
 
 def stdlib_files() -> list[Path]:
@@ -157,12 +157,12 @@ def _files_below(root: Path, skipped: set[str] | frozenset[str] = frozenset()) -
     def refuse(error: OSError) -> None:
         raise DataError(f"can't list {error.filename}: {error.strerror}. Make it readable or move it away")
 
-    found = []
+    files: list[Path] = []
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted(
-        (file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix()
+        (file for file in files if file.is_file()), key=lambda file: file.relative_to(root).as_posix()
     )
 
 

@@ -1,21 +1,43 @@
-"""The device of a run, and what to say when its memory is full."""
+"""Where a run computes: its device, its ranks, whether steps can be captured; and running out of memory."""
 
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from bakeoff.apps.train.config import Config, ConfigError
-from bakeoff.errors import BakeoffError
-from bakeoff.parallel import launched, local_rank
+from bakeoff.apps.train.result import TrainError
+from bakeoff.parallel import World, joined, launched, local_rank
 
-__all__ = ["TrainError", "deterministic", "memory_errors", "pick_device", "spread_mode"]
+__all__ = ["Placement", "memory_errors", "pick_device", "placed"]
 
 
-class TrainError(BakeoffError, RuntimeError):
-    """Training can't go on; the message says what to change."""
+@dataclass(frozen=True)
+class Placement:
+    """Where a run computes."""
+
+    device: torch.device
+    world: World
+    mode: str
+    """How ranks share the work: "none", "ddp" or "fsdp"."""
+    no_graph: str
+    """Why steps can't be captured as a CUDA graph; empty where they can."""
+
+
+@contextlib.contextmanager
+def placed(config: Config) -> Iterator[Placement]:
+    """Joins the ranks that the launcher started, on the configured device. Inside, kernels are deterministic
+    where the configuration wants that. Raises ConfigError."""
+    device = pick_device(config.train.device)
+    with (
+        _deterministic(config.train.deterministic),
+        joined(device, config.parallel.dead_after_s) as world,
+    ):
+        mode = spread_mode(config, world.size)
+        yield Placement(device, world, mode, why_no_graph(config, device, world))
 
 
 def pick_device(name: str) -> torch.device:
@@ -59,10 +81,22 @@ def spread_mode(config: Config, ranks: int) -> str:
     return "ddp" if mode == "auto" else mode
 
 
+def why_no_graph(config: Config, device: torch.device, world: World) -> str:
+    """Why steps can't be captured as a CUDA graph; "" where they can. Raises ConfigError where they must be
+    and can't."""
+    if config.train.capture == "off":
+        return "train.capture is off"
+    if device.type != "cuda":
+        if config.train.capture == "on":
+            raise ConfigError("train.capture='on' needs a CUDA device: use auto or off")
+        return "only CUDA has graphs"
+    return "" if world.size == 1 else "a step of several ranks is not captured"
+
+
 @contextlib.contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Inside, and if `wanted`, PyTorch takes deterministic kernels only."""
-    if not wanted:
+def _deterministic(enabled: bool) -> Iterator[None]:
+    """Inside, and if `enabled`, PyTorch takes deterministic kernels only."""
+    if not enabled:
         yield
         return
     fills: Any = torch.utils.deterministic  # a module that turns into an object when imported

@@ -10,7 +10,8 @@ from bakeoff.select.choose.policy import untuned
 
 __all__ = ["check_leaks"]
 
-_ROWS = 8  # with the most frequent bytes, 24 of them, behind a cut: gates on these are found
+# Perturbed rows. With the 24 most frequent bytes right after a cut, they expose gates on one of these bytes.
+_ROWS = 8
 _LENGTH = {"cpu": 128, "cuda": 1024}  # bytes of a row: about forty passes, in some seconds
 
 

@@ -1,27 +1,41 @@
-"""`train(config)`: from a configuration to a run."""
+"""`train(config)` and its loop: steps until the run is over or a signal comes.
+
+Between log points nothing waits for the device: losses and gradient norms add up in device tensors. Host and
+device meet only where those are read, where held-out data are measured, and where a checkpoint is saved.
+"""
 
 import contextlib
+import math
+import signal
 import time
 from collections.abc import Callable
 
-import torch
 from rich.console import Console
 
 from bakeoff.apps.outlet import lasting
-from bakeoff.apps.train.config import Config, ConfigError
-from bakeoff.apps.train.data import Batches, ByteCorpus, Prefetcher, held_out_rows, split
-from bakeoff.apps.train.device import deterministic, memory_errors, pick_device, spread_mode
-from bakeoff.apps.train.leak import check_leaks
-from bakeoff.apps.train.metrics import MetricsLog
-from bakeoff.apps.train.run import Result, Run, stopped_first
-from bakeoff.apps.train.rundir import open_run
+from bakeoff.apps.train.config import Config
+from bakeoff.apps.train.context import Context
+from bakeoff.apps.train.device import placed
+from bakeoff.apps.train.metrics import say
+from bakeoff.apps.train.reporting import (
+    evaluate,
+    report_end,
+    report_graph,
+    report_steps,
+    say_stopped,
+    stopped_first,
+    tokens_per_s,
+)
+from bakeoff.apps.train.result import Result
+from bakeoff.apps.train.saving import save
+from bakeoff.apps.train.setup import open_inputs, select, set_up
 from bakeoff.apps.train.signals import Stopped, StopSignals
-from bakeoff.apps.train.step import Stepper
-from bakeoff.models import build
-from bakeoff.parallel import World, joined
+from bakeoff.apps.train.step import learning_rate
 from bakeoff.select import using
 
 __all__ = ["train"]
+
+_TIME_IS_UP = 128  # a reason to stop, beside the numbers of signals
 
 
 def train(
@@ -33,7 +47,7 @@ def train(
     """Trains the configured model, or goes on with an interrupted run.
 
     Ctrl-C, SIGTERM or SIGHUP ends it after the step in hand, with a checkpoint; before the first step at
-    once, with nothing to save; while it makes its last measurement, behind that. Everything is written below
+    once, with nothing to save; during the last measurement, once that is made. Everything is written below
     ``config.train.run_dir``: config.toml, metrics.jsonl, table.json (the verdicts used), checkpoints/.
     Under torchrun the ranks share the work as ``config.parallel`` says; the first writes and prints.
 
@@ -41,7 +55,7 @@ def train(
         config: from `recipe` and `resolve`.
         console: where progress goes; standard output by default. If it can't be written any more, it is
             warned of and left alone, and the run goes on.
-        clock: seconds; tests give a false one.
+        clock: seconds; tests pass a fake.
 
     Raises:
         ConfigError, DataError, CheckpointError, PolicyError, Unsupported: before the first step.
@@ -54,90 +68,127 @@ def train(
         >>> quick = ["train.steps=20", "train.max_seconds=0", "select.tune=false"]
         >>> result = train(resolve(recipe("llm-med-tiny"), None, quick))  # doctest: +SKIP
     """
-    device = pick_device(config.train.device)
-    with (
-        deterministic(config.train.deterministic),
-        joined(device, config.parallel.dead_after_s) as world,
-        contextlib.ExitStack() as settings,
-    ):
-        mode = spread_mode(config, world.size)
-        reason = _why_no_graph(config, device, world)
-        settings.enter_context(
-            using(
-                config.select.policy or None,
-                regime="eager" if reason else "graph",
-                **config.select.ops,
-            )
-        )
-        out = settings.enter_context(lasting(console or Console()))
-        return _train(config, device, world, mode, reason, settings, out, clock)
-
-
-def _train(
-    config: Config,
-    device: torch.device,
-    world: World,
-    mode: str,
-    no_graph: str,
-    settings: contextlib.ExitStack,
-    console: Console,
-    clock: Callable[[], float],
-) -> Result:
-    corpus = ByteCorpus.open(config.data.path)
-    training, held_out = split(corpus, config.data.holdout, config.seq_len)
-    batches = Batches(
-        corpus,
-        training,
-        seq_len=config.seq_len,
-        batch_size=config.train.batch_size,
-        seed=config.train.seed,
-        rank=world.rank,
-        world_size=world.size,
-    )
-    evaluation = held_out_rows(corpus, held_out, config.seq_len, config.train.eval_rows).to(device)
-    run_dir, start = open_run(config, world)
-    # A rank that left at once would leave the others waiting; they hear of it before the first step.
-    with StopSignals(at_once=world.size == 1) as signals:
+    with contextlib.ExitStack() as stack:
+        placement = stack.enter_context(placed(config))
+        regime = "eager" if placement.no_graph else "graph"
+        stack.enter_context(using(config.select.policy or None, regime=regime, **config.select.ops))
+        out = stack.enter_context(lasting(console or Console()))
+        inputs = open_inputs(config, placement)
+        # A rank that left at once would leave the others waiting; they hear of it before the first step.
+        signals = stack.enter_context(StopSignals(at_once=placement.world.size == 1))
         try:
-            torch.manual_seed(config.train.seed)
-            with memory_errors("while the model was built", "make model.d_model or model.layers smaller"):
-                model = build(config.model) if start is None else start.model()
-                model.to(device).train()
-            if config.train.leak_check:
-                check_leaks(model, evaluation, config, device)
-            with (
-                memory_errors(*_too_large_a_step(config)),
-                MetricsLog(run_dir, config, console, first=world.first) as metrics,
-                Prefetcher(batches, device) as feed,
-            ):
-                stepper = Stepper(model, config, device, world, mode)
-                stepper.uncaptured = no_graph
-                flops = model.flops_per_token(config.seq_len)
-                run = Run(
-                    config, run_dir, stepper, feed, evaluation, metrics, console, clock, settings, flops
-                )
-                run.prepare(start)
-                return run.go(signals)
+            with set_up(config, placement, inputs, out, clock) as context:
+                return _run(context, signals)
         except Stopped:
             if config.metrics.console:
-                told = stopped_first(signals.caught, start.folder if start else None)
-                console.print(told, highlight=False, markup=False, soft_wrap=True)
-            return Result.unstarted(run_dir, start, signals.caught)
+                say(out, stopped_first(signals.caught, inputs.start.folder if inputs.start else None))
+            return Result.unstarted(inputs.run_dir, inputs.start, signals.caught)
 
 
-def _too_large_a_step(config: Config) -> tuple[str, str]:
-    rows, parts = config.train.batch_size, config.train.accumulate
-    where = f"with train.batch_size={rows}, {config.seq_len} bytes a row, train.accumulate={parts}"
-    half = f"set train.accumulate={2 * parts} for the same steps in about half the memory"
-    return where, f"{half}, or lower train.batch_size"
+def _run(context: Context, signals: StopSignals) -> Result:
+    """From the first step to the result."""
+    signals.at_once = False
+    with contextlib.ExitStack() as changed_regime:
+        stopped = _steps(context, signals, changed_regime)
+        return _finish(context, signals, stopped)
 
 
-def _why_no_graph(config: Config, device: torch.device, world: World) -> str:
-    """Why steps are not to be captured; "" where they are."""
-    if config.train.capture == "off":
-        return "train.capture is off"
-    if device.type != "cuda":
-        if config.train.capture == "on":
-            raise ConfigError("train.capture='on' needs a CUDA device: use auto or off")
-        return "only CUDA has graphs"
-    return "" if world.size == 1 else "a step of several ranks is not captured"
+def _steps(context: Context, signals: StopSignals, changed_regime: contextlib.ExitStack) -> str:
+    """Makes all steps of this call; returns what ended them."""
+    train, progress, world = context.config.train, context.progress, context.stepper.world
+    graph_pending = not context.stepper.uncaptured  # whether steps are captured is not known yet
+    reason, progress.seconds = world.post(_reason(context, signals), context.timer.elapsed).read()
+    stopped = _ended_by(context, reason)
+    while not stopped:
+        posted = world.post(_reason(context, signals), context.timer.elapsed)
+        _step(context)
+        if graph_pending:
+            graph_pending = not _graph_known(context, changed_regime)
+        if progress.step % train.log_every == 0:
+            report_steps(context)
+        world.doing(f"waiting at step {progress.step}")
+        if world.size == 1:  # one rank alone hears itself at once; several hear what was said before the step
+            posted = world.post(_reason(context, signals), context.timer.elapsed)
+        reason, progress.seconds = posted.read()
+        stopped = _ended_by(context, reason)
+        if train.eval_every and progress.step % train.eval_every == 0 and not stopped:
+            evaluate(context)
+        if train.checkpoint_every and progress.step % train.checkpoint_every == 0 and not stopped:
+            save(context)
+    return stopped
+
+
+def _step(context: Context) -> None:
+    progress = context.progress
+    context.stepper.world.doing(f"at step {progress.step + 1}")
+    with context.timer.waiting():
+        rows = context.feed.get(progress.step)
+    progress.lr = learning_rate(context.config.optim, context.share_done)
+    context.stepper(rows, progress.lr)
+    progress.step += 1
+
+
+def _graph_known(context: Context, changed_regime: contextlib.ExitStack) -> bool:
+    """Reports whether steps are replayed from a graph, if that is known by now; where they are not, selects
+    anew, as the host's time counts from here on."""
+    captured = context.stepper.captured
+    if captured is not None and not captured.captured:
+        return False  # still warming up
+    report_graph(context)
+    if context.stepper.uncaptured:
+        changed_regime.enter_context(using(regime="eager"))
+        with context.timer.pause():
+            select(context, tune=False)
+    return True
+
+
+def _reason(context: Context, signals: StopSignals) -> int:
+    """Why this rank would stop: a signal's number, that the time is up, or 0."""
+    if signals.caught:
+        return int(signal.Signals[signals.caught])
+    limit, first = context.config.train.max_seconds, context.stepper.world.first
+    return _TIME_IS_UP if limit and first and context.timer.elapsed >= limit else 0
+
+
+def _ended_by(context: Context, reason: int) -> str:
+    """What ends the run now: "steps", "time" or a signal's name; "" where nothing does."""
+    steps = context.config.train.steps
+    if steps and context.progress.step >= steps:
+        return "steps"
+    if reason == _TIME_IS_UP:
+        return "time"
+    return signal.Signals(reason).name if reason else ""
+
+
+def _finish(context: Context, signals: StopSignals, stopped: str) -> Result:
+    """Saves, reports what is not reported yet, and measures."""
+    progress = context.progress
+    early = stopped not in ("steps", "time")
+    steps_made = progress.step - progress.first_step
+    busy_s = context.timer.busy()
+    if steps_made:
+        save(context, last=True)
+        if progress.step > progress.logged_step:
+            report_steps(context)  # after the checkpoint, so that a run that goes on writes the whole row
+    if early:
+        say_stopped(context, stopped)
+    bits_after = math.nan if early and not steps_made else evaluate(context)
+    if signals.caught and not early:
+        context.metrics.say(
+            f"{signals.caught}: the run was over at step {progress.step}, saved {progress.checkpoint}"
+        )
+    speed = tokens_per_s(context, steps_made, busy_s)
+    report_end(context, speed, bits_after, stopped)
+    return Result(
+        run_dir=context.run_dir,
+        checkpoint=progress.checkpoint if steps_made else None,
+        steps=progress.step,
+        seconds=context.timer.elapsed,
+        bits_per_byte_before=progress.bits_before,
+        bits_per_byte_after=bits_after,
+        tokens_per_s=speed,
+        skipped=progress.skipped,
+        stopped=stopped,
+        selection=tuple(context.selection),
+        signal=stopped if early else signals.caught,
+    )

@@ -22,13 +22,13 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bakeoff.apps.train.config import Config, to_tree
 from bakeoff.errors import BakeoffError
 
-__all__ = ["JsonLines", "MetricsError", "MetricsLog", "Row", "Sink", "line", "log", "read_metrics"]
+__all__ = ["JsonLines", "MetricsError", "MetricsLog", "Row", "Sink", "line", "log", "read_metrics", "say"]
 
 log = logging.getLogger("bakeoff")
 
@@ -236,14 +236,15 @@ class WandB:
 
 
 class MetricsLog:
-    """All sinks of a run."""
+    """All sinks of a run, and the console for words. Of several ranks only the first has any."""
 
     def __init__(
         self, run_dir: Path, config: Config, console: Console | None = None, *, first: bool = True
     ) -> None:
         settings = config.metrics
         self.sinks: list[Sink] = []
-        if not first:  # one rank of a job speaks for all
+        self.console: Console | None = None
+        if not first:
             return
         self.sinks.append(JsonLines(run_dir / "metrics.jsonl"))
         if settings.tensorboard:
@@ -251,13 +252,23 @@ class MetricsLog:
         if settings.wandb:
             self.sinks.append(WandB(run_dir, config))
         if settings.console:
-            console = console or Console()
-            self.sinks.append(Bar(console) if console.is_terminal else Lines(console))
+            self.console = console or Console()
+            self.sinks.append(Bar(self.console) if self.console.is_terminal else Lines(self.console))
 
     def write(self, row: Row, progress: float = 0.0) -> None:
         """`row` to every sink; `progress` is the share of the run that is done."""
         for sink in self.sinks:
             sink.write(row, progress)
+
+    def say(self, text: str) -> None:
+        """A line for people, where the configuration asks for progress on the terminal."""
+        if self.console is not None:
+            say(self.console, text)
+
+    def show(self, table: RenderableType) -> None:
+        """A table for people, likewise."""
+        if self.console is not None:
+            self.console.print(table)
 
     def __enter__(self) -> Self:
         return self
@@ -267,3 +278,8 @@ class MetricsLog:
     ) -> None:
         for sink in self.sinks:
             sink.close()
+
+
+def say(console: Console, text: str) -> None:
+    """Prints `text` as it is, on a line that is not broken."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -46,11 +46,11 @@ def read_into(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
             reader = HuggingFaceStorageReader(str(folder))
             saved = reader.read_metadata().state_dict_metadata
             for name, tensor in tensors.items():
-                there = saved.get(name)
-                if not isinstance(there, TensorStorageMetadata):
+                entry = saved.get(name)
+                if not isinstance(entry, TensorStorageMetadata):
                     raise KeyError(f"no tensor {name}")
-                if there.size != tensor.shape:
-                    raise ValueError(f"{name} is {tuple(there.size)} there, {tuple(tensor.shape)} here")
+                if entry.size != tensor.shape:
+                    raise ValueError(f"{name} is {tuple(entry.size)} there, {tuple(tensor.shape)} here")
             load(
                 tensors,
                 storage_reader=HuggingFaceStorageReader(str(folder)),

@@ -1,4 +1,4 @@
-"""The folder of a run: a new one, or one to go on in."""
+"""The folder of a run: a new one, or the one of a run to resume."""
 
 import contextlib
 import itertools
@@ -25,58 +25,64 @@ _CURVE = {
 
 
 def open_run(config: Config, world: World = ALONE) -> tuple[Path, Checkpoint | None]:
-    """The run's folder, made and holding config.toml, and the checkpoint to go on from, if any; rank 0
+    """The run's folder, which exists and holds config.toml, and the checkpoint to go on from, if any; rank 0
     chooses both.
 
     Raises ConfigError for a folder that can't be used, CheckpointError for a checkpoint that can't.
     """
-    mine: list[Checkpoint | None] = []
+    loaded: list[Checkpoint | None] = []  # on rank 0
 
     def choose() -> tuple[Path, Path | None]:
-        run_dir, found = _open(config)
-        mine.append(found)
-        return run_dir, found.folder if found else None
+        given = _folder("run_dir", config.train.run_dir) if config.train.run_dir else None
+        start = _start(config, given)
+        loaded.append(start)
+        return _write_folder(config, given, start), start.folder if start else None
 
     run_dir, folder = world.decide(choose)
-    if mine:
-        return run_dir, mine[0]
+    if loaded:
+        return run_dir, loaded[0]
     return run_dir, checkpoint.load(folder) if folder else None
 
 
-def _open(config: Config) -> tuple[Path, Checkpoint | None]:
-    train = config.train
-    given = _folder("run_dir", train.run_dir) if train.run_dir else None
-    found = None
-    if train.resume == "never":
+def _start(config: Config, given: Path | None) -> Checkpoint | None:
+    """The checkpoint to go on from, which fits the configuration."""
+    resume = config.train.resume
+    if resume == "never":
         if given and checkpoint.steps(given):
             raise ConfigError(
                 f"{given} already holds a run: give another train.run_dir, or train.resume=auto to go on"
             )
-    elif train.resume == "auto":
-        found = checkpoint.latest(given) if given else None
+        return None
+    if resume == "auto":
+        start = checkpoint.latest(given) if given else None
     else:
-        source = _folder("resume", train.resume)
-        found = checkpoint.latest(source)
-        if found is None:
+        source = _folder("resume", resume)
+        start = checkpoint.latest(source)
+        if start is None:
             raise CheckpointError(
                 f"train.resume={source} holds no checkpoint: give a run's folder, auto or never"
             )
-    if found is not None:
-        _compare(config, found)
+    if start is not None:
+        _compare(config, start)
+    return start
+
+
+def _write_folder(config: Config, given: Path | None, start: Checkpoint | None) -> Path:
+    """The run's folder with its config.toml, where no checkpoint is later than `start`."""
     try:
         run_dir = given or _fresh(config.recipe)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / "config.toml").write_text(to_toml(config), "utf-8")
-        later = checkpoint.set_aside(run_dir, found.step) if found else []
+        later = checkpoint.set_aside(run_dir, start.step) if start else []
     except OSError as error:
         raise ConfigError(
             f"can't write to the run folder {given or 'runs'} ({error.strerror}): set train.run_dir to a "
             "folder that can be written"
         ) from None
-    if found and later:
-        places = ", ".join(map(str, later))
-        log.warning("going on from step %d: the checkpoints behind it are now %s", found.step, places)
-    return run_dir, found
+    if start and later:
+        paths = ", ".join(map(str, later))
+        log.warning("going on from step %d: the checkpoints behind it are now %s", start.step, paths)
+    return run_dir
 
 
 def _folder(key: str, path: str) -> Path:
@@ -87,7 +93,7 @@ def _folder(key: str, path: str) -> Path:
 
 
 def _fresh(recipe: str) -> Path:
-    """A folder that no other run has, made."""
+    """Creates a folder that no other run has."""
     name = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     for count in itertools.count(1):
         folder = Path("runs", name if count == 1 else f"{name}-{count}")
@@ -97,12 +103,13 @@ def _fresh(recipe: str) -> Path:
     raise AssertionError  # the count has no end
 
 
-def _compare(config: Config, found: Checkpoint) -> None:
-    now, then = to_tree(config), to_tree(found.config)
+def _compare(config: Config, start: Checkpoint) -> None:
+    """Raises CheckpointError if `start` holds another model; warns of settings that change the losses."""
+    now, then = to_tree(config), to_tree(start.config)
     changed = _changes(now["model"], then["model"], "model", list(now["model"]))
     if changed:
         raise CheckpointError(
-            f"{found.folder} holds another model ({', '.join(changed)}): set these back, or train in another "
+            f"{start.folder} holds another model ({', '.join(changed)}): set these back, or train in another "
             "train.run_dir"
         )
     for section, keys in _CURVE.items():

@@ -1,4 +1,4 @@
-"""Selection at the start of a run: tune if asked, then say what each op will run and keep the evidence."""
+"""Selection at the start of a run: contests if asked for, then what each op runs, and why."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +17,10 @@ from bakeoff.select.choose.explain import explain_case
 from bakeoff.select.choose.policy import current
 from bakeoff.select.choose.tune import recording
 
-__all__ = ["choices", "settle"]
+__all__ = ["choices", "select_candidates"]
 
 
-def settle(
+def select_candidates(
     step: Callable[[], object],
     settings: Select,
     run_dir: Path,
@@ -49,7 +49,7 @@ def settle(
         if name.endswith(" compiled"):
             now = msgspec.structs.replace(now, regime="compiled")
         explanations.append(explain_case(op, case, now))
-    verdicts = {found.key: found.verdict for found in explanations if found.verdict is not None}
+    verdicts = {each.key: each.verdict for each in explanations if each.verdict is not None}
     if verdicts and world.first:
         try:
             facts = hardware.facts(next(iter(recorded.values()))[1].device)

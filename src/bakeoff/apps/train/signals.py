@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: before the first step at once, then behind the step in hand."""
+"""Ctrl-C, SIGTERM and SIGHUP: obeyed at once before the first step, after the step in hand from then on."""
 
 import signal
 import threading

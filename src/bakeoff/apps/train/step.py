@@ -10,10 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from bakeoff.apps.train.config import Config, Optim
-from bakeoff.apps.train.data import mix
 from bakeoff.graphs import CapturedStep, NotCapturable, capture_step
+from bakeoff.models.byte_spectral import ByteSpectralLM
+from bakeoff.models.llm_med import LLMMed
 from bakeoff.optim import AdamW
-from bakeoff.parallel import ALONE, World, full, replicas, sharded, total_norm
+from bakeoff.parallel import ALONE, World, replicas, sharded, total_norm
 from bakeoff.select.choose.policy import untuned
 
 __all__ = ["Stepper", "adamw", "learning_rate", "uses_bf16"]
@@ -36,8 +37,8 @@ def learning_rate(optim: Optim, progress: float) -> float:
 
 
 def adamw(model: nn.Module, optim: Optim, device: torch.device, *, shards: bool = False) -> AdamW:
-    """AdamW, decaying matrices only; it clips and skips by itself unless it sees `shards` only. On CUDA the
-    rate is a device tensor."""
+    """AdamW, decaying matrices only. It clips and skips by itself, unless it sees only `shards` of the
+    gradient. On CUDA the rate is a device tensor."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [
@@ -55,41 +56,48 @@ def adamw(model: nn.Module, optim: Optim, device: torch.device, *, shards: bool 
 
 
 class Stepper:
-    """Steps a model and counts, on the device, what the next log point wants to know.
+    """Steps a model, and adds up on the device what the next log point reads.
 
     A step whose loss or gradient is not finite changes neither weights nor optimizer state, and is counted.
     With several ranks each takes its rows of the global batch; loss and gradients are means over all of it.
     """
 
     def __init__(
-        self, model: nn.Module, config: Config, device: torch.device, world: World = ALONE, mode: str = "none"
+        self,
+        model: LLMMed | ByteSpectralLM,
+        config: Config,
+        device: torch.device,
+        world: World = ALONE,
+        mode: str = "none",
     ) -> None:
-        self.model, self.device, self.world, self.mode = model, device, world, mode
-        self.parts = config.train.accumulate
-        self.part_rows = config.train.batch_size // self.parts // world.size
-        self.clip = config.optim.clip or math.inf
-        self.bf16 = uses_bf16(config, device)
-        self.compiled = config.train.compile
-        self.module = self._spread()
+        self.model, self.config, self.device, self.world = model, config, device, world
+        self.module = _spread(model, config, device, world, mode)
         """What a training pass calls: the model, or the model spread over ranks."""
+        self.bf16 = uses_bf16(config, device)
         self.optimizer = adamw(model, config.optim, device, shards=mode == "fsdp")
-        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         # Sums of loss and gradient norm since the last log point, steps skipped since then, in all, in a row.
         self.window = torch.zeros(5, dtype=torch.float64, device=device)
         self.captured: CapturedStep[[Tensor], None] | None = None
         self.uncaptured = ""
-        """Why steps are not captured, once that was found out."""
+        """Why steps are not captured, once that is known."""
 
-    def _spread(self) -> nn.Module:
-        blocks = [part for part in self.model.children() if isinstance(part, nn.ModuleList)]
-        layers = [layer for part in blocks for layer in part]
-        if self.compiled:
-            # Shards are gathered between blocks, where compiled code would break anyway.
-            for region in layers if self.mode == "fsdp" else [self.model]:
-                region.compile(dynamic=False)
-        if self.mode == "fsdp":
-            return sharded(self.model, layers, self.device, self.world.size)
-        return replicas(self.model, self.device) if self.mode == "ddp" else self.model
+    @property
+    def mode(self) -> str:
+        """How ranks share the work: "none", "ddp" or "fsdp"."""
+        if isinstance(self.module, FSDPModule):
+            return "fsdp"
+        return "ddp" if isinstance(self.module, DistributedDataParallel) else "none"
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What the optimizer changes."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of one pass on this rank."""
+        train = self.config.train
+        return train.batch_size // train.accumulate // self.world.size
 
     def __call__(self, rows: Tensor, lr: float) -> None:
         """A step on this rank's `rows` [B, T + 1] uint8 at rate `lr`."""
@@ -110,7 +118,8 @@ class Stepper:
                 self._step(rows)
 
     def capture(self) -> None:
-        """Lets the steps to come be one CUDA graph, from the fourth on; `uncaptured` says why not."""
+        """Replays the steps to come from one CUDA graph, from the fourth on; where that fails, `uncaptured`
+        says why."""
         self.captured = capture_step(self._step)
 
     @property
@@ -127,10 +136,10 @@ class Stepper:
                 loss += self._backward(part)
         self.world.mean(loss)
         bad = ~loss.isfinite() if not rehearsal else torch.ones_like(loss, dtype=torch.bool)
-        if self.mode == "fsdp":
+        if self.mode == "fsdp":  # the optimizer sees shards, so clipping and skipping are decided here
             norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
             bad = bad | ~norm.isfinite()
-            self.optimizer.grad_scale = (norm / self.clip).clamp(min=1.0)
+            self.optimizer.grad_scale = (norm / (self.config.optim.clip or math.inf)).clamp(min=1.0)
         self.optimizer.found_inf = bad.float()
         self.optimizer.step()
         if self.mode != "fsdp":
@@ -143,7 +152,7 @@ class Stepper:
 
     @contextlib.contextmanager
     def _exchanging(self, last: bool) -> Iterator[None]:
-        """Ranks exchange gradients once a step, behind the last part."""
+        """Ranks exchange gradients once a step, after the last part."""
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(last)
         if isinstance(self.module, DistributedDataParallel) and not last:
@@ -155,7 +164,7 @@ class Stepper:
     def _backward(self, part: Tensor) -> Tensor:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
             _, loss = self.module(part[:, :-1], part[:, 1:])
-        loss = loss / self.parts
+        loss = loss / self.config.train.accumulate
         loss.backward()
         detached: Tensor = loss.detach()
         return detached
@@ -192,68 +201,36 @@ class Stepper:
         mine = rows[self.world.rank * share :][:share]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.eval()
-        with self._uncompiled(), untuned():
+        with _uncompiled(self.config.train.compile), untuned():
             for start in range(0, share, self.part_rows):
                 part = mine[start : start + self.part_rows]
-                known = part if len(part) else rows[:1]
+                passed = part if len(part) else rows[:1]
                 with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16):
-                    _, loss = self.model(known[:, :-1], known[:, 1:])
+                    _, loss = self.model(passed[:, :-1], passed[:, 1:])
                 if len(part):
                     total += loss.double() * len(part)
         self.model.train()
         return self.world.total(total).item() / len(rows) / math.log(2.0)
 
-    @contextlib.contextmanager
-    def _uncompiled(self) -> Iterator[None]:
-        """Passes of other shapes or without gradient are not worth compiling for."""
-        if not self.compiled:
-            yield  # without loading the compiler
-            return
-        with torch.compiler.set_stance("force_eager"):
-            yield
 
-    def weights(self) -> dict[str, Tensor]:
-        """The whole model on the CPU, by name, on the first rank; empty on the others. All must ask."""
-        found = {}
-        for name, tensor in self.model.state_dict().items():
-            whole = full(tensor.detach())
-            if self.world.first:
-                found[name] = whole.cpu().contiguous()
-        return found
+def _spread(model: nn.Module, config: Config, device: torch.device, world: World, mode: str) -> nn.Module:
+    """`model`, compiled if the configuration asks for it, and spread over ranks."""
+    layers = [layer for part in model.children() if isinstance(part, nn.ModuleList) for layer in part]
+    if config.train.compile:
+        # Shards are gathered between layers, where compiled code would break anyway.
+        for region in layers if mode == "fsdp" else [model]:
+            region.compile(dynamic=False)
+    if mode == "fsdp":
+        return sharded(model, layers, device, world.size)
+    return replicas(model, device) if mode == "ddp" else model
 
-    def moments(self) -> dict[str, Tensor]:
-        """The optimizer's state by name, in shards where the model is; made where it does not exist yet."""
-        fresh = [p for p in self.parameters if not self.optimizer.state[p]]
-        if fresh:
-            for p in fresh:
-                p.grad = torch.zeros_like(p)
-            self.optimizer.found_inf = torch.ones((), device=self.device)  # changes nothing
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        found = {}
-        for name, p in self.model.named_parameters():
-            for key, value in self.optimizer.state[p].items():
-                found[f"{name}/{key}"] = value.view(1) if value.ndim == 0 else value
-        return found
 
-    def state(self) -> dict[str, Tensor]:
-        """This rank's own small state: sums since the last log point, and random generators."""
-        found = {"window": self.window.cpu(), f"random.{self.world.rank}.cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            found[f"random.{self.world.rank}.cuda"] = torch.cuda.get_rng_state(self.device)
-        return found
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Takes up what `state` gave, gathered from all ranks, possibly of another world or device."""
-        self.window.copy_(state["window"])
-        own = state.get(f"random.{self.world.rank}.cpu")
-        if own is not None:
-            torch.set_rng_state(own)
-        cuda = state.get(f"random.{self.world.rank}.cuda")
-        if self.device.type == "cuda" and cuda is not None:
-            torch.cuda.set_rng_state(cuda, self.device)
-
-    def seed(self, seed: int) -> None:
-        """Random numbers that differ from rank to rank, for dropout; the first rank's are as if alone."""
-        if not self.world.first:
-            torch.manual_seed(mix(seed, self.world.rank))
+@contextlib.contextmanager
+def _uncompiled(compiled: bool) -> Iterator[None]:
+    """Runs a `compiled` model eagerly inside: its passes there have other shapes and no gradient, and are not
+    worth compiling."""
+    if not compiled:
+        yield  # without loading the compiler
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -3,10 +3,12 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-__all__ = ["Pace"]
+import torch
+
+__all__ = ["Timer"]
 
 
-class Pace:
+class Timer:
     """The seconds of a run, by a clock that tests can fake.
 
     Attributes:
@@ -14,11 +16,11 @@ class Pace:
         waited: seconds spent waiting for data since the last window.
     """
 
-    def __init__(self, clock: Callable[[], float], synchronize: Callable[[], None]) -> None:
-        self.clock, self.synchronize = clock, synchronize
+    def __init__(self, clock: Callable[[], float], device: torch.device) -> None:
+        self.clock, self.device = clock, device
         self.before = self.waited = 0.0
-        self._start = self._loop = self._window = clock()
-        self._paused = self._window_paused = 0.0
+        self._paused = 0.0
+        self._start = self._loop = self._window = clock()  # the last two by `_active`
 
     def begin(self) -> None:
         """The run starts; preparation before this does not count."""
@@ -26,8 +28,7 @@ class Pace:
 
     def begin_loop(self) -> None:
         """The first step comes now."""
-        self._paused = self._window_paused = 0.0
-        self._loop = self._window = self.clock()
+        self._loop = self._window = self._active()
 
     @property
     def elapsed(self) -> float:
@@ -40,9 +41,7 @@ class Pace:
         self.synchronize()
         begin = self.clock()
         yield
-        spent = self.clock() - begin
-        self._paused += spent
-        self._window_paused += spent
+        self._paused += self.clock() - begin
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -54,11 +53,20 @@ class Pace:
     def busy(self) -> float:
         """Seconds of steps since `begin_loop`, pauses left out; waits for the device."""
         self.synchronize()
-        return self.clock() - self._loop - self._paused
+        return self._active() - self._loop
 
     def window(self) -> tuple[float, float]:
-        """(seconds of steps, seconds of waiting for data) since the last call; begins anew."""
-        now = self.clock()
-        found = now - self._window - self._window_paused, self.waited
-        self._window, self._window_paused, self.waited = now, 0.0, 0.0
-        return found
+        """(seconds of steps, seconds of waiting for data) since the last call."""
+        now = self._active()
+        spent, waited = now - self._window, self.waited
+        self._window, self.waited = now, 0.0
+        return spent, waited
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _active(self) -> float:
+        """The clock, which stands still in pauses."""
+        return self.clock() - self._paused

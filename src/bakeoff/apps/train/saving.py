@@ -1,0 +1,112 @@
+"""Saving a run and restoring it: what of the stepper and the run goes into a checkpoint, and comes back."""
+
+import torch
+from torch import Tensor
+
+from bakeoff.apps.train import checkpoint
+from bakeoff.apps.train.checkpoint import Checkpoint, CheckpointError, State
+from bakeoff.apps.train.context import Context
+from bakeoff.apps.train.metrics import log
+from bakeoff.apps.train.result import TrainError
+from bakeoff.apps.train.step import Stepper
+from bakeoff.parallel import full
+
+__all__ = ["optimizer_state", "restore", "save"]
+
+
+def save(context: Context, *, last: bool = False) -> None:
+    """Writes a checkpoint. A failure is a warning while training can go on, and a TrainError at the end. All
+    ranks must call it."""
+    config, progress, stepper = context.config, context.progress, context.stepper
+    stepper.world.doing(f"saving step {progress.step}")
+    numbers = {
+        "step": progress.step,
+        "logged_step": progress.logged_step,
+        "elapsed": context.timer.elapsed,
+        "before": progress.bits_before,
+        "data_bytes": len(context.feed.batches.corpus),
+    }
+    with context.timer.pause():
+        state = State(numbers, _weights(stepper), _rank_state(stepper), optimizer_state(stepper))
+        try:
+            progress.checkpoint = checkpoint.save(
+                context.run_dir, config, state, keep=config.train.keep, world=stepper.world
+            )
+        except OSError as error:
+            newest = progress.checkpoint
+            held = f"the last one saved is {newest}" if newest else "none has been saved yet"
+            text = (
+                f"can't save step {progress.step} below {context.run_dir} ({error.strerror or error}); {held}"
+            )
+            if last:
+                raise TrainError(f"{text}. Free space or set train.run_dir elsewhere, and resume") from error
+            log.warning("%s; training goes on", text)
+
+
+def restore(context: Context, start: Checkpoint) -> None:
+    """Goes on with the run that saved `start`; the model has its weights. Raises CheckpointError."""
+    progress, stepper = context.progress, context.stepper
+    saved = start.progress()
+    try:
+        _restore_rank_state(stepper, start.tensors)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{start.folder / 'run.safetensors'} is of another version: {error}. Give another checkpoint"
+        ) from error
+    start.read_moments(optimizer_state(stepper), stepper.world)
+    progress.step = progress.first_step = start.step
+    progress.checkpoint = start.folder
+    progress.logged_step = saved.logged_step
+    progress.bits_before = saved.before
+    context.timer.before = progress.seconds = saved.elapsed
+    if saved.data_bytes != len(context.feed.batches.corpus):
+        log.warning("the data changed since %s was saved, so losses will differ", start.folder)
+    context.metrics.write({"event": "resume", "step": progress.step})
+    context.metrics.say(f"resumed from {start.folder} at step {progress.step}")
+
+
+def _weights(stepper: Stepper) -> dict[str, Tensor]:
+    """The whole model on the CPU, by name, on the first rank; empty on the others. All must ask."""
+    weights = {}
+    for name, tensor in stepper.model.state_dict().items():
+        whole = full(tensor.detach())
+        if stepper.world.first:
+            weights[name] = whole.cpu().contiguous()
+    return weights
+
+
+def optimizer_state(stepper: Stepper) -> dict[str, Tensor]:
+    """The optimizer's state by name, sharded as the model is; created where there is none yet."""
+    optimizer = stepper.optimizer
+    fresh = [p for p in stepper.parameters if not optimizer.state[p]]
+    if fresh:
+        for p in fresh:
+            p.grad = torch.zeros_like(p)
+        optimizer.found_inf = torch.ones((), device=stepper.device)  # so that the step changes nothing
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return {
+        f"{name}/{key}": value.view(1) if value.ndim == 0 else value
+        for name, p in stepper.model.named_parameters()
+        for key, value in optimizer.state[p].items()
+    }
+
+
+def _rank_state(stepper: Stepper) -> dict[str, Tensor]:
+    """This rank's own small state: sums since the last log point, and random generators."""
+    rank, device = stepper.world.rank, stepper.device
+    state = {"window": stepper.window.cpu(), f"random.{rank}.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state[f"random.{rank}.cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _restore_rank_state(stepper: Stepper, state: dict[str, Tensor]) -> None:
+    """Restores from the `_rank_state` of all ranks, possibly of another world or device."""
+    rank, device = stepper.world.rank, stepper.device
+    stepper.window.copy_(state["window"])
+    cpu, cuda = state.get(f"random.{rank}.cpu"), state.get(f"random.{rank}.cuda")
+    if cpu is not None:
+        torch.set_rng_state(cpu)
+    if device.type == "cuda" and cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
