@@ -91,6 +91,7 @@ def test_direct_on_short_sequences(lanes):
         assert build_cuda(ROOT / direct_major.SOURCE, given, "sm_90")[kernel].spills <= 32
 
 
+@pytest.mark.kernel(of=lambda backwards, **_: backwards)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("columns", [16, 64, 512])
 @pytest.mark.parametrize("backwards", [False, True])
@@ -155,19 +156,26 @@ def test_filters_copies_and_their_gradients_sum(target):
     assert compiled(toeplitz._gather, torch.bfloat16, target, gather, num_warps=4).spills == 0
 
 
+# Every kind of transform at its longest, where registers are scarcest, and the shortest ones.
 PLANS = [
-    Plan(512, 1), Plan(1024, 1), Plan(2048, 1), Plan(2048, 1, half=False), Plan(4096, 1), Plan(8192, 1),
-    Plan(16384, 1), Plan(16384, 1, half=False), Plan(16384, 4), Plan(8192, 16), Plan(16384, 8, alone=True),
-    Plan(16384, 4, half=False, circular=True, alone=True), Plan(8192, 4),
-    Plan(8192, 8, alone=True), Plan(8192, 4, half=False, circular=True, alone=True),
-    *(Plan(n, outer, half=False, circular=True) for n, outer in [(256, 1), (1024, 1), (8192, 1), (16384, 4)]),
-    *(Plan(n, 1, half=False, windows=True) for n in (256, 512, 1024, 2048, 4096, 8192, 16384)),
+    Plan(512, 1), Plan(16384, 1), Plan(16384, 1, half=False), Plan(16384, 4), Plan(16384, 8, alone=True),
+    Plan(16384, 4, half=False, circular=True, alone=True), Plan(256, 1, half=False, circular=True),
+    Plan(256, 1, half=False, windows=True), Plan(4096, 1, half=False, windows=True),
     Plan(16384, 4, half=False, windows=True),
+]  # fmt: skip
+MORE_PLANS = [
+    Plan(1024, 1), Plan(2048, 1), Plan(2048, 1, half=False), Plan(4096, 1), Plan(8192, 1), Plan(8192, 16),
+    Plan(8192, 4), Plan(8192, 8, alone=True), Plan(8192, 4, half=False, circular=True, alone=True),
+    *(Plan(n, outer, half=False, circular=True) for n, outer in [(1024, 1), (8192, 1), (16384, 4)]),
+    *(Plan(n, 1, half=False, windows=True) for n in (512, 1024, 2048, 8192, 16384)),
 ]  # fmt: skip
 
 
+@pytest.mark.kernel(of=lambda how: how.n == 16384)
 @pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
-@pytest.mark.parametrize("how", PLANS, ids=str)
+@pytest.mark.parametrize(
+    "how", [*PLANS, *(pytest.param(how, marks=pytest.mark.exhaustive) for how in MORE_PLANS)], ids=str
+)
 def test_ffts_stay_in_registers(how, target):
     """But for a few bytes of local memory a thread, most where rows fill more than half."""
     built = build_cuda(ROOT / SOURCE, [*how.options, "-DDATA=1"], target)
@@ -176,7 +184,9 @@ def test_ffts_stay_in_registers(how, target):
         assert kernel.spills <= (32 if how.half else 64)
 
 
-@pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
+@pytest.mark.parametrize(
+    "target", ["sm_90", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sm_80", "sm_100"))]
+)
 def test_ffts_of_two_segments_stay_in_registers(target):
     """`differentiate` has these only of rows that fill more than half: it takes shorter ones for others."""
     for how in (Plan(16384, 2), Plan(16384, 2, half=False), Plan(16384, 2, half=False, windows=True)):

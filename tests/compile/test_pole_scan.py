@@ -58,6 +58,7 @@ WALKS = [
 ]
 
 
+@pytest.mark.kernel(of=lambda name, constants, **_: (name, str(constants)))
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("K", [8, 16])
 @pytest.mark.parametrize(("name", "constants"), WALKS, ids=str)
@@ -80,6 +81,7 @@ def test_work_is_what_the_definition_needs(K, dtype):
     assert built.spills == 0
 
 
+@pytest.mark.kernel(of=lambda name, constants: (name, str(constants)))
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("name", "constants"),
