@@ -5,16 +5,19 @@ READY := $(VENV)/.ready
 LANES := $(VENV)/bin/python scripts/lanes.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format unit interp compile dist gpu venv clean
+.PHONY: help demo test test-all lint format unit interp compile dist gpu venv clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 demo: $(READY) ## set up and run the main job: tune, train two models on real text, and compare them
 	@$(VENV)/bin/bakeoff demo
 
 test: $(READY) ## set up, lint, and run every test lane that this machine can run
 	@$(LANES) lint unit interp compile dist gpu
+
+test-all: $(READY) ## the same with every exhaustive test: all configurations, more random examples
+	@$(LANES) --all lint unit interp compile dist gpu
 
 lint: $(READY) ## ruff, mypy, and the import layers
 	@$(LANES) lint

@@ -1,7 +1,8 @@
 """Runs lint and test lanes, each in its own process, and ends with one line that counts them all.
 
 ``python scripts/lanes.py lint unit interp`` runs those three; a failing one doesn't stop the next. The last
-line reads ``N passed, N failed, N skipped in S s (...)`` and is also left in build/lanes.txt.
+line reads ``N passed, N failed, N skipped in S s (...)`` and is also left in build/lanes.txt. Tests marked
+``exhaustive`` are left out, and hypothesis tries fewer examples, unless ``--all`` is given.
 """
 
 import os
@@ -23,14 +24,16 @@ LINT = (
     ("mypy", [sys.executable, "-m", "mypy"]),
     ("import layers", [str(BIN / "lint-imports"), "--no-logo"]),
 )
-# Ranks are processes already, and tests on one GPU would share its memory and disturb each other's graphs.
+# Tests on one GPU would share its memory and disturb each other's graphs.
 OPTIONS = {
     "unit": ["-n", WORKERS, "--dist", "loadfile", "--timeout", "300"],
     "interp": ["-n", WORKERS, "--dist", "worksteal", "--timeout", "300"],
     "compile": ["-n", WORKERS, "--dist", "worksteal", "--timeout", "300"],
-    "dist": ["--timeout", "300"],
+    "dist": ["-n", WORKERS, "--dist", "worksteal", "--timeout", "300"],
     "gpu": [],
 }
+QUICK = ["-m", "not exhaustive", "--hypothesis-profile", "quick"]
+EVERYTHING = ["--hypothesis-profile", "full"]
 
 
 @dataclass
@@ -58,7 +61,7 @@ def lint() -> Outcome:
     return Outcome("lint", time.monotonic() - start, ok=not broken)
 
 
-def lane(name: str) -> Outcome:
+def lane(name: str, selection: list[str]) -> Outcome:
     """Run one folder of tests in a pytest process of its own and count what it did."""
     folder = ROOT / "tests" / name
     start = time.monotonic()
@@ -70,7 +73,7 @@ def lane(name: str) -> Outcome:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         command = [sys.executable, "-m", "pytest", str(folder), "-q", "--durations=5", "--durations-min=1"]
-        command += [f"--junitxml={report}", "-p", "no:cacheprovider", *OPTIONS[name]]
+        command += [f"--junitxml={report}", "-p", "no:cacheprovider", *OPTIONS[name], *selection]
         status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         outcome = Outcome(name, time.monotonic() - start, ok=status == 0)
         if report.exists():
@@ -102,11 +105,13 @@ def summary(outcomes: list[Outcome]) -> str:
 
 def main(names: list[str]) -> int:
     """Run what `names` lists, in that order; 0 when all of it is well."""
+    selection = EVERYTHING if "--all" in names else QUICK
+    names = [name for name in names if name != "--all"]
     unknown = [name for name in names if name not in OPTIONS and name != "lint"]
     if unknown or not names:
-        print(f"usage: lanes.py [{'|'.join(['lint', *OPTIONS])}] ...", file=sys.stderr)
+        print(f"usage: lanes.py [--all] [{'|'.join(['lint', *OPTIONS])}] ...", file=sys.stderr)
         return 2
-    outcomes = [lint() if name == "lint" else lane(name) for name in names]
+    outcomes = [lint() if name == "lint" else lane(name, selection) for name in names]
     line = summary(outcomes)
     (ROOT / "build").mkdir(exist_ok=True)
     (ROOT / "build" / "lanes.txt").write_text(line + "\n")

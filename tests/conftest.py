@@ -1,7 +1,8 @@
 """What every lane shares: a private table cache, few threads, fixed seeds, and why a lane can't run.
 
 A lane is a folder of tests and a pytest process of its own: ``make test``, or one of ``make unit``,
-``make interp``, ``make compile``, ``make dist``, ``make gpu``.
+``make interp``, ``make compile``, ``make dist``, ``make gpu``. These leave out what is marked ``exhaustive``
+and let hypothesis try fewer examples; ``make test-all`` and pytest alone run everything.
 """
 
 import importlib.util
@@ -24,7 +25,8 @@ CACHE = tempfile.mkdtemp(prefix="bakeoff-test-")
 os.environ["BAKEOFF_CACHE"] = f"{CACHE}/bakeoff"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["BAKEOFF_TEST_RUN"] = CACHE  # one folder for all workers
-os.environ["TRITON_CACHE_DIR"] = f"{CACHE}/triton"
+# What one worker has compiled, another one takes.
+os.environ["TRITON_CACHE_DIR"] = f"{os.environ['BAKEOFF_TEST_RUN']}/triton"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{CACHE}/inductor"
 os.environ.pop("BAKEOFF_POLICY", None)
 os.environ["OMP_NUM_THREADS"] = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
@@ -84,14 +86,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if importlib.util.find_spec("hypothesis"):
         from hypothesis import HealthCheck, settings
 
-        settings.register_profile(
-            "lanes",
-            derandomize=True,  # the same examples on every run
-            deadline=None,  # a busy machine is no failure
-            database=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-        )
-        settings.load_profile("lanes")
+        for profile, examples in (("full", 100), ("quick", 30)):
+            settings.register_profile(
+                profile,
+                max_examples=examples,
+                derandomize=True,  # the same examples on every run
+                deadline=None,  # a busy machine is no failure
+                database=None,
+                suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+            )
+        settings.load_profile(config.getoption("--hypothesis-profile", None) or "full")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

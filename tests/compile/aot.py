@@ -17,6 +17,7 @@
         assert built.shared <= SHARED_LIMIT[target]
 """
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -125,6 +126,7 @@ def build(
     return Built(target, registers, spills, shared, compiled.asm["ttgir"], assembly)
 
 
+@functools.lru_cache(maxsize=512)  # Triton's cache gives the same bytes for the same kernel
 def _cuda_usage(cubin: bytes) -> tuple[int, int]:
     """Registers and local bytes per thread, as the cubin itself declares them."""
     with tempfile.TemporaryDirectory() as folder:

@@ -30,6 +30,7 @@ def wide(built: Built, loads: int, stores: int) -> None:
         assert built.stores.get(128, 0) >= stores
 
 
+@pytest.mark.kernel(of=lambda form, **_: form == "remainder")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("each", [0, 1])

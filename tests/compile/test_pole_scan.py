@@ -62,6 +62,7 @@ def spills(name, constants):
     return 8 if name == "_local" and constants["REVERSED"] else 0
 
 
+@pytest.mark.kernel(of=lambda name, constants, **_: (name, str(constants)))
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("K", [8, 16])
 @pytest.mark.parametrize(("name", "constants"), WALKS, ids=str)
@@ -94,6 +95,7 @@ def test_work_is_what_the_definition_needs(K, dtype):
     assert built.spills == 0
 
 
+@pytest.mark.kernel(of=lambda name, constants: (name, str(constants)))
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("name", "constants"),

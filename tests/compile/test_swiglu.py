@@ -36,6 +36,7 @@ def built(case: Case, way: str, target: str, without: str = "", **override: Any)
     return build(kernel, signature, constants, target, num_warps=warps)
 
 
+@pytest.mark.kernel(of=lambda way, **_: way)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("name", CASES)

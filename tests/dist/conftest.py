@@ -4,6 +4,7 @@
 group, and raises the first one's exception here. `body` is a module-level function.
 """
 
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -18,6 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 LIMIT_S = 60
+
+# Ranks are forked off one process that has imported what takes longest and has started no thread.
+multiprocessing.set_forkserver_preload(["torch.distributed.checkpoint", "pytest"])
 
 
 def _rank(
@@ -49,6 +53,7 @@ def ranks(tmp_path: Path) -> Callable[..., None]:
 
     def run(world: int, body: Callable[..., None], *args: Any) -> None:
         with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-            mp.spawn(_rank, (world, f"{folder}/meeting", folder, body, args), nprocs=world)
+            arguments = (world, f"{folder}/meeting", folder, body, args)
+            mp.start_processes(_rank, arguments, nprocs=world, start_method="forkserver")
 
     return run

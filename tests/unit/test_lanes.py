@@ -68,6 +68,40 @@ def test_a_lane_that_breaks_or_runs_nothing_fails(lanes, broken: str) -> None:
     assert lines[-1].startswith("0 passed, 1 failed, 0 skipped in ")
 
 
+MARKED = (
+    "import pytest\n"
+    "from hypothesis import settings\n"
+    "def test_a(): assert settings.default.max_examples == {}\n"
+    "@pytest.mark.exhaustive\n"
+    "def test_b(): pass\n"
+)
+
+
+def test_exhaustive_tests_run_only_when_all_are_asked_for(lanes) -> None:
+    status, lines = lanes("unit", unit_a=MARKED.format(30))
+    assert status == 0, lines
+    assert lines[-1].startswith("1 passed, 0 failed, 0 skipped in ")
+    status, lines = lanes("--all", "unit", unit_a=MARKED.format(100))
+    assert status == 0, lines
+    assert lines[-1].startswith("2 passed, 0 failed, 0 skipped in ")
+
+
+def test_one_configuration_of_a_kernel_is_enough_off_the_main_target(lanes) -> None:
+    body = (
+        "import pytest\n"
+        "@pytest.mark.parametrize('target', ['sm_80', 'sm_90'])\n"
+        "@pytest.mark.parametrize('size', range(5))\n"
+        "def test_a(size, target): pass\n"
+        "@pytest.mark.kernel(of=lambda size: size > 1)\n"
+        "@pytest.mark.parametrize('target', ['sm_80', 'sm_90'])\n"
+        "@pytest.mark.parametrize('size', range(5))\n"
+        "def test_b(size, target): pass\n"
+    )
+    status, lines = lanes("compile", compile_a=body)
+    assert status == 0, lines
+    assert lines[-1].startswith("13 passed, 0 failed, 0 skipped in ")
+
+
 def test_an_empty_lane_says_so(lanes) -> None:
     status, lines = lanes("dist")
     assert status == 0
