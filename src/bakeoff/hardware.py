@@ -1,6 +1,7 @@
 """Device facts and measured ceilings."""
 
 import contextlib
+import ctypes
 import functools
 import os
 import platform
@@ -19,6 +20,7 @@ __all__ = [
     "Facts",
     "ceilings",
     "disturbance",
+    "driver_cuda",
     "facts",
     "free",
     "generation",
@@ -221,6 +223,17 @@ def _is_worker(pid: int) -> bool:
         return b"bakeoff.select.contests.worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
+
+
+@functools.cache
+def driver_cuda() -> tuple[int, int]:
+    """The version of CUDA that the driver implements; (0, 0) where there is none."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0, 0
+    return version.value // 1000, version.value % 1000 // 10
 
 
 @functools.cache

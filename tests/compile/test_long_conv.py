@@ -213,7 +213,7 @@ def built_fft(fft, target) -> Built:
     return built[KERNELS[fft.backward]]
 
 
-@pytest.mark.kernel(of=lambda fft: fft.n == 16384)
+@pytest.mark.kernel(of=lambda fft: fft.segment == 16384)
 @pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
 @pytest.mark.parametrize(
     "fft",

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bakeoff import hardware
 from bakeoff.errors import PolicyError, Unsupported
 from bakeoff.select.choose import hot, policy
 from bakeoff.select.choose.table import Found, differences
@@ -164,8 +165,7 @@ def _may_begin_under_capture(op: Op, candidate: Candidate, settings: policy.Sett
 
 def _loads_under_capture() -> bool:
     """Whether the driver loads code while a CUDA graph is being captured, as those since CUDA 12.3 do."""
-    version: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    return version >= 12030
+    return hardware.driver_cuda() >= (12, 3)
 
 
 def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:

@@ -31,14 +31,7 @@ from bakeoff.select.declare.installed import package_version
 
 __all__ = ["files", "roots", "source_hash"]
 
-_OURS = (
-    "bakeoff.ops",
-    "bakeoff.kernels",
-    "bakeoff.channel_major",
-    "bakeoff.fft_conv",
-    "bakeoff.launch",
-    "bakeoff.layout",
-)
+_OURS = ("bakeoff.ops", "bakeoff.kernels", "bakeoff.channel_major", "bakeoff.fft_conv")
 _DECLARING = re.compile(r"bakeoff\.ops(\.\w+(\.(op|peers))?)?")
 _INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 

@@ -1,11 +1,11 @@
-"""Tensors as rows: which are taken as they lie, which are copied."""
+"""Tensors as rows: which are taken as they lie, which aren't; what divides strides; results."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bakeoff.layout import rows_of
+from bakeoff.kernels.layout import alignment, empty_like, row_stride
 
 T = torch.arange(4 * 6 * 8.0).view(4, 6, 8)
 
@@ -24,9 +24,7 @@ T = torch.arange(4 * 6 * 8.0).view(4, 6, 8)
     ids=["dense", "strided", "collapsing", "expanded", "one wide", "one value", "one row"],
 )
 def test_rows_at_one_distance_are_taken_as_they_lie(view: torch.Tensor, stride: int) -> None:
-    same, between = rows_of(view)
-    assert same is view
-    assert between == stride
+    assert row_stride(view) == stride
 
 
 @pytest.mark.parametrize(
@@ -34,11 +32,17 @@ def test_rows_at_one_distance_are_taken_as_they_lie(view: torch.Tensor, stride: 
     [T[:, ::2][:, :2], T.transpose(0, 1), T.mT, T[..., ::2], T[0, 0, ::2]],
     ids=["scattered", "transposed leading", "transposed last", "every other", "vector"],
 )
-def test_other_layouts_are_copied(view: torch.Tensor) -> None:
-    dense, between = rows_of(view)
-    assert dense.is_contiguous()
-    assert torch.equal(dense, view)
-    assert between == view.shape[-1]
+def test_other_layouts_have_no_stride(view: torch.Tensor) -> None:
+    assert row_stride(view) is None
+    assert empty_like(view).is_contiguous()
+    assert empty_like(view).shape == view.shape
+
+
+@pytest.mark.parametrize(
+    ("numbers", "power"), [((48, 96), 16), ((0, 32), 16), ((8, 12), 4), ((7,), 1), ((), 16)]
+)
+def test_alignment(numbers: tuple[int, ...], power: int) -> None:
+    assert alignment(*numbers) == power
 
 
 @given(
@@ -47,7 +51,8 @@ def test_other_layouts_are_copied(view: torch.Tensor) -> None:
 )
 def test_any_view_is_its_rows(order: list[int], cut: tuple[slice, ...]) -> None:
     view = T[cut].permute(*order)
-    found, stride = rows_of(view)
+    stride = row_stride(view)
     width = view.shape[-1]
-    rows = found.as_strided((view.numel() // width, width), (stride, 1), found.storage_offset())
-    assert torch.equal(rows.reshape(view.shape), view)
+    if stride is not None:
+        rows = view.as_strided((view.numel() // width, width), (stride, 1), view.storage_offset())
+        assert torch.equal(rows.reshape(view.shape), view)
