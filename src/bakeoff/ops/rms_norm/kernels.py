@@ -178,7 +178,7 @@ def _backward(
             for i in tl.static_range((D + BLOCK - 1) // BLOCK):
                 cols, inside = _columns(i, D, BLOCK)
                 mask = inside & live
-                grad = _scaled(grads, scale, i) * scaling - normed[i] * (mean * scaling)
+                grad = (_scaled(grads, scale, i) - normed[i] * mean) * scaling
                 if ds is not None:
                     at = rows * (ds_units * ALIGN) + cols
                     grad += tl.load(ds + at, mask=mask, other=0.0, eviction_policy=LOAD).to(tl.float32)

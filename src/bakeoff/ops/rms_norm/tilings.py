@@ -138,7 +138,9 @@ def backward_tiling(N: int, D: int, itemsize: int, sums: bool, sms: int) -> Back
     while rows > 1 and rows * sms > N:
         rows //= 2
     stages = 3 if block * rows * itemsize <= 2**14 else 2 if itemsize == 2 else 1
-    return BackwardTiling(block, rows, warps, resident, stages, hold, int(N * D * itemsize >= _STREAM))
+    # float32 in pieces of two 16-byte loads a thread: one wide piece takes more registers than there are.
+    piece = block if itemsize == 2 else min(block, 256 * warps)
+    return BackwardTiling(piece, rows, warps, resident, stages, hold, int(N * D * itemsize >= _STREAM))
 
 
 def backward_tilings(case: Any) -> list[BackwardTiling]:

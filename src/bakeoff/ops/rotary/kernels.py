@@ -222,7 +222,7 @@ def launch(
         for shape, strides in ((q_shape, q_strides), (k_shape, k_strides))
     )
     tiling = tiling or tilings(None)[0]
-    tokens_first = q_steps[1] < q_steps[2]
+    tokens_first = q_strides[1] < q_strides[2]
     block_t, block_h, block, warps = blocks(T, H, HK, D, half, itemsize, tokens_first, tiling, lanes)
     names = ("q_b", "q_t", "q_h", "k_b", "k_t", "k_h")
     numbers: dict[str, Any] = dict(zip(names, (*q_steps, *k_steps), strict=True))
