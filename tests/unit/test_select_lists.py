@@ -19,9 +19,9 @@ from bakeoff.select import Candidate, Case, Cost, ListMeta, Op, TensorList, call
 from bakeoff.select.choose import hot
 from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.draw import inputs
+from bakeoff.select.contests.exact import exact_results
 from bakeoff.select.contests.lists import fenced_list, rows_of, same_memory, shapes
 from bakeoff.select.contests.measure import work
-from bakeoff.select.contests.verify import _reference
 from bakeoff.select.contests.worker import _decode, _encode
 from bakeoff.select.declare.arguments import FLOATING, Arguments, Number, Tensors
 from bakeoff.select.declare.key import key, round_list
@@ -225,15 +225,15 @@ def test_measuring_goes_on_from_what_the_last_call_has_left() -> None:
 def test_the_reference_runs_in_pieces_of_some_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     made = op()
     args = inputs(made, case(9, 40_000), 0)
-    whole = _reference(made, args, [], [])
+    whole = exact_results(made, args, [], [])
     lengths: list[int] = []
 
     def watched(xs: list[Tensor], gs: list[Tensor], rate: float) -> Any:
         lengths.append(len(xs))
         return reference(xs, gs, rate)
 
-    monkeypatch.setattr("bakeoff.select.contests.verify._PIECE", 5000)
-    pieces = _reference(dataclasses.replace(made, reference=watched), args, [], [])
+    monkeypatch.setattr("bakeoff.select.contests.exact._PIECE", 5000)
+    pieces = exact_results(dataclasses.replace(made, reference=watched), args, [], [])
     assert len(lengths) > 2
     assert sum(lengths) == 9
     assert torch.equal(whole["new xs"], pieces["new xs"])
