@@ -6,8 +6,8 @@ import pytest
 import triton.language as tl
 
 from aot import SHARED_LIMIT, TARGETS, Built, build
-from bakeoff.ops.adamw import kernels
-from bakeoff.ops.adamw.kernels import NORM, UPDATE, Tiling
+from bakeoff.ops.adamw import kernels, triton
+from bakeoff.ops.adamw.kernels import Tiling, norm_tilings, tilings
 
 FORMS: dict[str, tuple[Any, Any, Any, str | None]] = {
     "fp32": (tl.float32, tl.float32, tl.float32, None),
@@ -30,14 +30,9 @@ def wide(built: Built, loads: int, stores: int) -> None:
         assert built.stores.get(128, 0) >= stores
 
 
-@pytest.mark.kernel(of=lambda form, **_: form == "remainder")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("each", [0, 1])
-def test_update(target: str, form: str, each: int) -> None:
+def build_update(target: str, form: str, each: int, tiling: Tiling) -> Built:
     param, grad, state, master = FORMS[form]
-    tiling = UPDATE[state.primitive_bitwidth // 8]
-    built = build(
+    return build(
         kernels._update,
         {
             "table": "*i64", "chunks": "*i32", "constants": "*fp32", "N": "i64",
@@ -50,6 +45,16 @@ def test_update(target: str, form: str, each: int) -> None:
         target,
         num_warps=tiling.warps,
     )  # fmt: skip
+
+
+@pytest.mark.kernel(of=lambda form, **_: form == "remainder")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("each", [0, 1])
+def test_update(target: str, form: str, each: int) -> None:
+    param, grad, state, master = FORMS[form]
+    tiling = tilings(state.primitive_bitwidth // 8)[0]
+    built = build_update(target, form, each, tiling)
     fits(built)
     each_thread = tiling.block // (32 * tiling.warps)
     # Elements of 4 and 2 bytes: what a block's p, g, m, v and master come to in accesses of 16 bytes.
@@ -64,18 +69,37 @@ def test_update(target: str, form: str, each: int) -> None:
     wide(built, loads, stores)
 
 
+def most_a_thread(tiling: Tiling) -> int:
+    return tiling.block // tiling.warps
+
+
+@pytest.mark.parametrize(
+    ("form", "tiling"),
+    [
+        ("fp32", tilings(4)[1]),
+        ("fp32", max(tilings(4), key=most_a_thread)),
+        ("remainder", max(tilings(4), key=most_a_thread)),
+        ("bf16", max(tilings(2), key=most_a_thread)),
+        ("fp32", min(tilings(4))),
+    ],
+)
+def test_other_tilings_of_update(form: str, tiling: Tiling) -> None:
+    fits(build_update("sm_90", form, 1, tiling))
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("grad", [tl.float32, tl.bfloat16, tl.float16], ids=str)
 def test_sum_of_squares(target: str, grad: Any) -> None:
+    tiling = norm_tilings()[0]
     built = build(
         kernels._sum_squares,
         {"table": "*i64", "chunks": "*i32", "partial": "*fp32", "N": "i64", "count": "i32"},
-        {"GRAD": grad, "CHUNK": NORM.chunk, "BLOCK": NORM.block},
+        {"GRAD": grad, "CHUNK": tiling.chunk, "BLOCK": tiling.block},
         target,
-        num_warps=NORM.warps,
+        num_warps=tiling.warps,
     )
     fits(built)
-    wide(built, NORM.block // (32 * NORM.warps) * grad.primitive_bitwidth // 128, 0)
+    wide(built, tiling.block // (32 * tiling.warps) * grad.primitive_bitwidth // 128, 0)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -94,7 +118,7 @@ def test_judge(target: str, full: bool) -> None:
         {
             "CLIP": full,
             "SKIP": full,
-            "BLOCK": kernels.JUDGE_BLOCK,
+            "BLOCK": triton.JUDGE_BLOCK,
             **({} if full else dict.fromkeys(optional)),
         },
         target,
@@ -117,7 +141,7 @@ def test_prepare(target: str, full: bool) -> None:
             "table": "*i64", "constants": "*fp32", "N": "i64", "S": "i32", "sign": "fp32", **numbers,
             **(optional if full else {}),
         },
-        {"BLOCK": kernels.PREPARE_BLOCK, **({} if full else dict.fromkeys(optional))},
+        {"BLOCK": triton.PREPARE_BLOCK, **({} if full else dict.fromkeys(optional))},
         target,
         num_warps=4,
     )  # fmt: skip
@@ -129,14 +153,13 @@ def test_fetch(target: str) -> None:
     numbers = {"source": "i64", "count": "i32"}
     fits(
         build(
-            kernels._fetch, {"target": "*i32", **numbers}, {"BLOCK": kernels.FETCH_BLOCK}, target, num_warps=4
+            kernels._fetch, {"target": "*i32", **numbers}, {"BLOCK": triton.FETCH_BLOCK}, target, num_warps=4
         )
     )
 
 
 def test_chunks_are_whole_blocks_that_keep_the_alignment() -> None:
     """Chunks start on 16 bytes in any dtype, so only a tensor's own address decides about its alignment."""
-    tilings: list[Tiling] = [*UPDATE.values(), NORM]
-    for tiling in tilings:
+    for tiling in (*tilings(2), *tilings(4), *norm_tilings()):
         assert tiling.chunk % tiling.block == 0
         assert tiling.block % (8 * 32) == 0

@@ -8,13 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bakeoff
 from bakeoff.kernels.counter import launches
 from bakeoff.ops.adamw import adamw_, global_norm, tables
 from bakeoff.ops.adamw.group import join
 from bakeoff.ops.adamw.op import NORM, OP, norm_case, update_case
+from bakeoff.ops.adamw.update import guard
 from bakeoff.optim import AdamW
+from bakeoff.select import TensorList
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
+from bakeoff.select.declare.variants import at, variants_of
 
 SHAPES = [(37, 129), (7,), (), (4096,), (3, 5, 2), (0, 4), (1025,), (64, 1024)]
 HALF, FULL = torch.bfloat16, torch.float32
@@ -76,12 +80,50 @@ def test_passes_the_contest_verification(case: Any) -> None:
     assert deterministic
 
 
+@pytest.mark.parametrize("state", [FULL, HALF], ids=str)
+def test_every_variant_passes_the_contest_verification(state: torch.dtype) -> None:
+    case = OP.bucket(update_case(5, 50_000, "cuda", HALF, None, state))
+    candidate = OP.candidate("triton")
+    stick = next(yardsticks(OP, case))
+    texts = variants_of(candidate, case)["forward"]
+    assert len(texts) >= 6
+    for text in texts:
+        verify(OP, at(candidate, text), [stick])
+
+
 @pytest.mark.parametrize("dtype", [FULL, HALF, torch.float16], ids=str)
 def test_norm_passes_the_contest_verification(dtype: torch.dtype) -> None:
     _, deterministic = verify(
         NORM, NORM.candidate("triton"), yardsticks(NORM, norm_case(7, 70_000, "cuda", dtype))
     )
     assert deterministic
+
+
+def test_the_norm_of_two_dtypes() -> None:
+    grads = [TensorList.of([torch.randn(5_000, device="cuda").to(dtype)]) for dtype in (FULL, HALF)]
+    want = torch.cat([g[0].double() for g in grads]).norm().item()
+    assert guard(grads, impl="triton").norm.item() == pytest.approx(want, rel=1e-5)
+
+
+def test_a_step_captured_by_the_users_own_code_is_the_one_that_ran_before() -> None:
+    with bakeoff.using("heuristic"):
+        params = parameters(shapes=[(64, 32), (64,)])
+        stepper = AdamW(params, max_grad_norm=1.0)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                gradients(params)
+                stepper.step()
+        torch.cuda.current_stream().wait_stream(side)
+        before = params[0].detach().clone()
+        graph = torch.cuda.CUDAGraph()
+        launched = launches()
+        with torch.cuda.graph(graph):
+            stepper.step()
+        assert launches() - launched == 4
+        graph.replay()
+    assert not torch.equal(before, params[0])
 
 
 @pytest.mark.parametrize("dtype", [FULL, HALF, torch.float16], ids=str)

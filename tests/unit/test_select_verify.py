@@ -11,9 +11,10 @@ from bakeoff.errors import ContestError
 from bakeoff.select import Candidate, Case, Op, TensorMeta
 from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.draw import cotangent, inputs
+from bakeoff.select.contests.exact import exact_results
 from bakeoff.select.contests.poison import Poison, fenced, unchanged
 from bakeoff.select.contests.verdict import Trial, Verdict
-from bakeoff.select.contests.verify import Rejected, _errors, _evenness, _reference, verify, yardsticks
+from bakeoff.select.contests.verify import Rejected, _errors, _evenness, verify, yardsticks
 from tests.unit import zoo
 
 
@@ -269,9 +270,9 @@ def test_the_reference_in_pieces_equals_the_reference_in_one(monkeypatch: pytest
     op, case = zoo.op(), zoo.case(30, 16)
     args = inputs(op, case, 0)
     dy = cotangent(args[0].detach(), args, 1)
-    whole = _reference(op, args, [dy], ["x", "w"])
-    monkeypatch.setattr("bakeoff.select.contests.verify._PIECE", 7 * 16)
-    pieces = _reference(op, args, [dy], ["x", "w"])
+    whole = exact_results(op, args, [dy], ["x", "w"])
+    monkeypatch.setattr("bakeoff.select.contests.exact._PIECE", 7 * 16)
+    pieces = exact_results(op, args, [dy], ["x", "w"])
     assert whole.keys() == pieces.keys() == {"output", "gradient of x", "gradient of w"}
     for name, tensor in whole.items():
         assert tensor.dtype == torch.float64

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from bakeoff.select.contests.copies import Copies, Rejected, tensors_in
-from bakeoff.select.contests.verify import Yardstick, judge, outputs_of, results
+from bakeoff.select.contests.results import outputs_of, results
+from bakeoff.select.contests.verify import Yardstick, judge
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.lists import TensorList
 from bakeoff.select.declare.op import Op

@@ -16,7 +16,7 @@ import torch
 
 from bakeoff.select.contests.draw import cotangent, inputs
 from bakeoff.select.contests.failure import reason
-from bakeoff.select.contests.verify import gradients, outputs_of
+from bakeoff.select.contests.results import gradients, outputs_of
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.op import Op
 from bakeoff.timing import Clock, seconds_per_call

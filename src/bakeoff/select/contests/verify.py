@@ -6,7 +6,7 @@ is a long sum, that of a float32 sum in another order.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +14,15 @@ import msgspec
 import torch
 
 from bakeoff.errors import ContestError
-from bakeoff.select.contests.copies import Copies, Rejected, as_tensor, tensors_in
+from bakeoff.select.contests.copies import Copies, Rejected, tensors_in
 from bakeoff.select.contests.draw import DRAWS, cotangent, inputs
+from bakeoff.select.contests.exact import each, exact_results
 from bakeoff.select.contests.poison import Poison, fenced, unchanged
+from bakeoff.select.contests.results import outputs_of, results, wants_grad
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.key import list_text
-from bakeoff.select.declare.lists import ListMeta, TensorList
+from bakeoff.select.declare.lists import ListMeta
 from bakeoff.select.declare.op import Op
 
 __all__ = [
@@ -28,10 +30,7 @@ __all__ = [
     "Inaccurate",
     "Rejected",
     "Yardstick",
-    "gradients",
     "judge",
-    "outputs_of",
-    "results",
     "same_bits",
     "verify",
     "yardsticks",
@@ -121,10 +120,10 @@ def _yardstick(op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str
     outputs = outputs_of(op.incumbent.implementation, given)
     aliases = _aliases(outputs, given)
     cotangents = [cotangent(out, args, seed + i, kinds[1]) for i, out in enumerate(outputs)]
-    names = [op.params[i] for i, a in enumerate(args) if _wants_grad(a)]
+    names = [op.params[i] for i, a in enumerate(args) if wants_grad(a)]
     got = results(outputs, given, cotangents, names) | (run.new_values() if run else {})
     del outputs, run, given
-    exact = _reference(op, args, cotangents, names)
+    exact = exact_results(op, args, cotangents, names)
     if set(got) != set(exact):
         raise ContestError(f"{op.name}: eager gives {sorted(got)}, but the reference gives {sorted(exact)}")
     for name, tensor in got.items():
@@ -151,7 +150,7 @@ def _float64_errors(
     """Eager's errors in float64, where the reference is no more exact than eager and may be the same code:
     at least those it makes in float32, scaled by the ratio of the precisions."""
     ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    narrow = [_each(_narrow, a) for a in args]
+    narrow = [each(_narrow, a) for a in args]
     copies = Copies(op, narrow) if op.mutates else None
     outputs = outputs_of(op.incumbent.implementation, copies.args if copies else narrow)
     dys = [dy.to(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]
@@ -160,13 +159,6 @@ def _float64_errors(
         errors = _errors(tensor, exact[name].masked_fill(~torch.isfinite(tensor), math.nan))
         eager[name] = eager[name].larger(Errors(*(ratio * e for e in msgspec.structs.astuple(errors))))
     return eager
-
-
-def _each(change: Callable[[torch.Tensor], torch.Tensor], arg: Any) -> Any:
-    """An argument with its tensors changed, whether it is one or a list of them."""
-    if isinstance(arg, TensorList):
-        return TensorList.of([change(t) for t in arg])
-    return change(arg) if isinstance(arg, torch.Tensor) else arg
 
 
 def _narrow(tensor: torch.Tensor) -> torch.Tensor:
@@ -249,18 +241,6 @@ def _run(
     return results(outputs, copies.args, cotangents, stick.names)
 
 
-def results(
-    outputs: list[torch.Tensor], args: list[Any], cotangents: list[torch.Tensor], names: list[str]
-) -> dict[str, torch.Tensor]:
-    """`outputs` and the gradients of the arguments called `names`, by what they are called in messages; those
-    that do not exist are left out."""
-    slopes = gradients(outputs, args, cotangents)
-    outputs = [out.detach() for out in outputs]
-    named = {"output" if len(outputs) == 1 else f"output {i}": out for i, out in enumerate(outputs)}
-    found = zip(names, slopes, strict=True)
-    return named | {f"gradient of {name}": slope for name, slope in found if slope is not None}
-
-
 def _aliases(outputs: list[torch.Tensor], args: list[Any]) -> set[int]:
     taken = {t.untyped_storage().data_ptr() for t in tensors_in(args)} - {0}
     return {i for i, out in enumerate(outputs) if out.untyped_storage().data_ptr() in taken}
@@ -294,110 +274,6 @@ def judge(name: str, tensor: torch.Tensor, stick: Yardstick) -> Errors:
                 f"allowed {bound:.2g} ({stick.where})"
             )
     return errors
-
-
-def outputs_of(call: Callable[..., Any], args: list[Any]) -> list[torch.Tensor]:
-    """What `call` returns, as a list; nothing for an op that only writes."""
-    result = call(*args)
-    if result is None:
-        return []
-    return list(result) if isinstance(result, tuple | list) else [result]
-
-
-def _wants_grad(arg: Any) -> bool:
-    return isinstance(arg, torch.Tensor) and arg.requires_grad
-
-
-def gradients(
-    outputs: Sequence[torch.Tensor], args: Sequence[Any], cotangents: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """The gradient of each argument that wants one; None where there is none."""
-    wanted = [a for a in args if _wants_grad(a)]
-    pairs = [(out, dy) for out, dy in zip(outputs, cotangents, strict=True) if out.requires_grad]
-    if not wanted or not pairs:
-        return [None] * len(wanted)
-    roots, dys = zip(*pairs, strict=True)
-    return list(torch.autograd.grad(roots, wanted, dys, allow_unused=True))
-
-
-def _reference(
-    op: Op, args: list[Any], cotangents: list[torch.Tensor], names: list[str]
-) -> dict[str, torch.Tensor]:
-    """The reference in float64, in pieces of dimension 0, or of some tensors of each list, so that any size
-    fits: outputs and gradients of batched arguments are joined, gradients of shared arguments summed, both
-    exactly in float64."""
-    cuts, items = _pieces(op, args)
-    batched = [
-        name in op.batched and (len(arg) == items if isinstance(arg, TensorList) else _has_rows(arg))
-        for name, arg in zip(op.params, args, strict=True)
-    ]
-    joined: dict[str, list[torch.Tensor]] = {}
-    shared: dict[str, torch.Tensor] = {}
-    for cut in cuts:
-        part = [
-            _each(_wide, _cut(arg, cut) if flag and cut else arg)
-            for arg, flag in zip(args, batched, strict=True)
-        ]
-        outputs = outputs_of(op.reference, part)
-        written = dict(zip(op.mutates, outputs, strict=False))
-        outputs = outputs[len(op.mutates) :]
-        dys = [(dy[cut] if cut else dy).to(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]
-        for name, tensor in results(outputs, part, dys, names).items():
-            argument = name.removeprefix("gradient of ")
-            if name.startswith("gradient") and argument not in op.batched:
-                shared[name] = shared[name] + tensor if name in shared else tensor
-            else:
-                joined.setdefault(name, []).append(tensor)
-        for name, value in written.items():
-            place = op.params.index(name)
-            if value is not None and batched[place]:
-                joined.setdefault(f"new {name}", []).append(as_tensor(value, args[place]))
-            elif value is not None:  # every piece gives the same
-                shared[f"new {name}"] = as_tensor(value, args[place])
-    whole = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in joined.items()}
-    return {name: _floating(tensor) for name, tensor in {**whole, **shared}.items()}
-
-
-def _has_rows(arg: Any) -> bool:
-    return isinstance(arg, torch.Tensor) and arg.dim() > 0
-
-
-def _cut(arg: Any, piece: slice) -> Any:
-    return TensorList.of(arg[piece]) if isinstance(arg, TensorList) else arg[piece]
-
-
-def _pieces(op: Op, args: list[Any]) -> tuple[list[slice] | list[None], int]:
-    """Cuts of what is batched into pieces of at most `_PIECE` elements, where it has more; and how many items
-    there are to cut."""
-    batched = [arg for name, arg in zip(op.params, args, strict=True) if name in op.batched]
-    lists = [arg for arg in batched if isinstance(arg, TensorList)]
-    if lists:
-        sizes: Sequence[int] = max(lists, key=lambda arg: arg.meta.numel).sizes
-    else:
-        largest = max(filter(_has_rows, batched), key=torch.Tensor.numel, default=torch.empty(1))
-        sizes = [largest[:1].numel()] * largest.shape[0]
-    if sum(sizes) <= _PIECE:
-        return [None], len(sizes)
-    starts, held = [0], 0
-    for i, size in enumerate(sizes):
-        if held and held + size > _PIECE:
-            starts.append(i)
-            held = 0
-        held += size
-    return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(sizes)], strict=True)], len(sizes)
-
-
-def _floating(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype.is_floating_point or tensor.dtype.is_complex else tensor.double()
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    detached = tensor.detach()
-    if tensor.dtype.is_complex:
-        detached = detached.to(torch.complex128)
-    elif tensor.dtype.is_floating_point:
-        detached = detached.double()
-    return detached.requires_grad_(tensor.requires_grad)
 
 
 def _errors(got: torch.Tensor, exact: torch.Tensor) -> Errors:
