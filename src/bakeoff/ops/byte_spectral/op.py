@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from bakeoff.kernels.counter import launches
 from bakeoff.ops.byte_spectral import plain
 from bakeoff.ops.byte_spectral.reference import byte_spectral as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.abilities import kernel_candidate
 from bakeoff.select.declare.arguments import BYTES, Arguments, Choice, Flag, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
@@ -266,13 +266,7 @@ OP = Op(
             supports=compiler_missing,
             deterministic=False,  # it adds the table's gradient up in any order
         ),
-        Candidate(
-            "triton",
-            load=_triton,
-            supports=triton_cannot,
-            requires=("triton",),
-            launches=launches,
-        ),
+        kernel_candidate("triton", _triton, triton_cannot),
     ),
     check=check,
     bucket=bucket,

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from bakeoff.kernels.counter import launches
 from bakeoff.ops.pole_scan import plain
 from bakeoff.ops.pole_scan.reference import pole_scan as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.abilities import kernel_candidate
 from bakeoff.select.declare.arguments import COMPLEX, REAL, Arguments, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
@@ -152,13 +152,7 @@ OP = Op(
         Candidate("eager", plain.eager),
         Candidate("scan", plain.scan),
         Candidate("compiled", plain.compiled, supports=compiler_missing),
-        Candidate(
-            "triton",
-            load=_triton,
-            supports=triton_supports,
-            requires=("triton",),
-            launches=launches,
-        ),
+        kernel_candidate("triton", _triton, triton_supports),
     ),
     check=check,
     bucket=bucket,
