@@ -121,7 +121,7 @@ def test_a_step_captured_by_the_users_own_code_is_the_one_that_ran_before() -> N
         launched = launches()
         with torch.cuda.graph(graph):
             stepper.step()
-        assert launches() - launched == 4
+        assert launches() - launched == 6  # four, and where the tensors of two tables lie is fetched
         graph.replay()
     assert not torch.equal(before, params[0])
 

@@ -125,13 +125,9 @@ def _guard(op: Op, args: Sequence[Any], call: Callable[..., Any]) -> list[Callab
     names: dict[str, Any] = {"call": call, "forward_ad": forward_ad, "fx": _symbolic_trace}
     names |= {"has_grad": _has_grad, "is_deterministic": _is_deterministic, "in_func": _in_func}
     names |= {"stream_captures": _stream_captures}
-    conditions = ["forward_ad._current_level < 0 and not in_func() and not fx._is_fx_tracing_flag"]
-    conditions.append(f"is_deterministic() is {_is_deterministic()}")
+    # The cheapest first, as a call of another kind fails every guard before its own.
+    conditions = []
     lists = [a for a in args if isinstance(a, TensorList)]
-    if any(tensor.requires_grad for tensor in given.values()) or any(a.wants_grad for a in lists):
-        conditions.append(f"has_grad() is {_has_grad()}")
-    if any(tensor.is_cuda for tensor in given.values()) or any(a.device.type == "cuda" for a in lists):
-        conditions.append(f"stream_captures() is {_stream_captures()}")
     for i, a in enumerate(args):
         names |= {f"class{i}": a.__class__, f"value{i}": None if f"a{i}" in given else a}
         if isinstance(a, TensorList):
@@ -145,9 +141,15 @@ def _guard(op: Op, args: Sequence[Any], call: Callable[..., Any]) -> list[Callab
             conditions.append(f"a{i} is value{i}")
         else:  # the class first: no tensor is asked whether it equals a number
             conditions.append(f"a{i}.__class__ is class{i} and a{i} == value{i}")
+    if any(tensor.requires_grad for tensor in given.values()) or any(a.wants_grad for a in lists):
+        conditions.append(f"has_grad() is {_has_grad()}")
+    conditions.append(f"is_deterministic() is {_is_deterministic()}")
+    conditions.append("forward_ad._current_level < 0 and not in_func() and not fx._is_fx_tracing_flag")
     if given:
         names["check"] = _Guards(*given.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         conditions.append(f"check({', '.join(given)})")
+    if any(tensor.is_cuda for tensor in given.values()) or any(a.device.type == "cuda" for a in lists):
+        conditions.append(f"stream_captures() is {_stream_captures()}")
     arguments = "".join(f"a{i}, " for i in range(len(args)))
     # Names, numbers and words of this function's own; the call's values are bound to names.
     exec(f"def guard(args):\n {arguments}= args\n if {' and '.join(conditions)}: return call", names)  # noqa: S102
