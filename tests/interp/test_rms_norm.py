@@ -490,6 +490,12 @@ def test_passes_the_contest_verification(residual: torch.dtype | None) -> None:
     assert deterministic
 
 
+def test_a_variant_is_one_object() -> None:
+    (forward, *_), (backward, *_) = candidate.variants(OP.case(arguments((3, 384))[0])).values()
+    assert candidate.bind("") is candidate
+    assert bound(forward, backward) is bound(forward, backward)
+
+
 FLOAT8 = torch.float8_e4m3fn
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "weight": ({"weight": torch.ones(3)}, ValueError, r"weight has shape \(3,\), expected \[D\] with D = 4"),
