@@ -490,9 +490,15 @@ def test_passes_the_contest_verification(residual: torch.dtype | None) -> None:
     assert deterministic
 
 
+def test_a_variant_is_one_object() -> None:
+    (forward, *_), (backward, *_) = candidate.variants(OP.case(arguments((3, 384))[0])).values()
+    assert candidate.bind("") is candidate
+    assert bound(forward, backward) is bound(forward, backward)
+
+
 FLOAT8 = torch.float8_e4m3fn
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "weight": ({"weight": torch.ones(3)}, ValueError, r"weight has shape \(3,\), expected \(4,\) = x.shape"),
+    "weight": ({"weight": torch.ones(3)}, ValueError, r"weight has shape \(3,\), expected \[D\] with D = 4"),
     "residual": (
         {"residual": torch.ones(4)},
         ValueError,
@@ -514,8 +520,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         "residual is torch.float8_e4m3fn; .* at least 16 bits",
     ),
-    "scalar": ({"x": torch.ones(())}, ValueError, "needs a last dimension"),
-    "no features": ({"x": torch.ones(2, 0)}, ValueError, "needs a last dimension of at least 1"),
+    "scalar": ({"x": torch.ones(())}, ValueError, r"x has shape \(\), expected \[\.\.\., D\]"),
+    "no features": (
+        {"x": torch.ones(2, 0)},
+        ValueError,
+        r"x has shape \(2, 0\), .*with D >= 1",
+    ),
     "candidate": ({"impl": "cuda"}, Unsupported, "no candidate 'cuda'; it has eager, compiled, triton"),
     "CPU": ({"impl": "triton"}, Unsupported, "runs on CUDA, not on cpu"),
 }

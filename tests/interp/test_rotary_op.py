@@ -287,6 +287,8 @@ def test_variants_give_the_same_bits(tiling, interleaved):
     cos, sin = rotary_tables(37, 48 if interleaved else 20)
     dys = torch.randn_like(q), torch.randn_like(k)
     assert candidate.variants(None) == {"forward": tilings(None)}
+    assert candidate.bind("") is candidate
+    assert candidate.bind(text({"forward": tiling})) is candidate.bind(text({"forward": tiling}))
     runs = []
     for fn in (candidate, candidate.bind(text({"forward": tiling}))):
         turned = fn(q, k, cos, sin, interleaved, None)

@@ -229,7 +229,7 @@ class RMSNorm:
 
     def __init__(self, normalize: KernelOp, add_normalize: KernelOp) -> None:
         self.normalize, self.add_normalize = normalize, add_normalize
-        self._bound: dict[str, RMSNorm] = {}
+        self._bound: dict[str, RMSNorm] = {"": self}
 
     def __call__(
         self, x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, offset: float

@@ -98,6 +98,7 @@ class Rotary:
 
     def __init__(self, op: KernelOp) -> None:
         self.op = op
+        self._bound: dict[str, Rotary] = {"": self}
 
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, position_ids: Tensor | None
@@ -114,7 +115,9 @@ class Rotary:
 
     def bind(self, text: str) -> "Rotary":
         """The candidate with the variant that `text` names."""
-        return Rotary(self.op.bind(text))
+        if text not in self._bound:
+            self._bound[text] = Rotary(self.op.bind(text))
+        return self._bound[text]
 
 
 rotary = Rotary(rotate)
