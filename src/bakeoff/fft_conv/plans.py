@@ -125,9 +125,9 @@ class FFTPlan(NamedTuple):
         and fft-segments.csv to 16 %.
 
         A transform of n values costs 8 + log2 n a value, and a fixed time. Half as many threads on a
-        multiprocessor make it wait 1.5 times as long, and a single block, whose barriers stop all of them, 1.9
-        times. Reading a value costs 16 to 32. Rows in segments are read whole for every part, and parts go
-        through memory.
+        multiprocessor make it wait 1.5 times as long, and a single block, whose barriers stop all of them,
+        1.9 times. Reading a value costs 16 to 32. Rows in segments are read whole for every part, and parts
+        go through memory.
         """
         n, segments = self.segment, self.segments
         transform = 8 + math.log2(n) + 850 / n
