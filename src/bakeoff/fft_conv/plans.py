@@ -121,21 +121,22 @@ class FFTPlan(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """Of a row, in units of a butterfly of one value. The numbers are those with which the choices cost
-        the least time over the lengths of results/h100/fft-windows.csv and fft-segments.csv.
+        """Of a row, in butterflies of one value. The numbers fit the times in results/h100/fft-windows.csv
+        and fft-segments.csv to 16 %.
 
-        A transform of n values costs 8 + log2 n of them a value, and a fixed time; half as many threads on a
-        multiprocessor hide 1.5 times fewer of its waits, and a single block none of those at its barriers.
-        Reading a value costs 10. Rows in segments are read whole for every part, and parts go through memory.
+        A transform of n values costs 8 + log2 n a value, and a fixed time. Half as many threads on a
+        multiprocessor make it wait 1.5 times as long, and a single block, whose barriers stop all of them,
+        1.9 times. Reading a value costs 16 to 32. Rows in segments are read whole for every part, and parts
+        go through memory.
         """
         n, segments = self.segment, self.segments
-        transform = 8 + math.log2(n) + 1600 / n
-        waits = math.pow(512 / (self.blocks * self.threads), 0.6) * (1.2 if self.blocks == 1 else 1)
+        transform = 8 + math.log2(n) + 850 / n
+        waits = math.pow(512 / (self.blocks * self.threads), 0.6) * (1.9 if self.blocks == 1 else 1)
         times_read = 2 if self.backward else 1
         if segments == 1:
-            memory = times_read * (10.0 if self.half else 20.0)
+            memory = times_read * (16.0 if self.half else 32.0)
         else:
-            memory = times_read * (11 * segments / (1 + self.half) + 23)
+            memory = times_read * (43 * segments / (1 + self.half) + 53)
         return self.parts * n * (self.transforms * transform * waits + memory)
 
 
