@@ -350,7 +350,7 @@ def test_explain_says_why_its_contest_left_no_verdict(monkeypatch: pytest.Monkey
                 raise ContestError("not enough memory")
             return FakeWorker.answer(op, case, regime)
 
-    Starved.held = []
+    Starved.held, Starved.thorough = [], []
     monkeypatch.setattr(side_by_side, "Worker", Starved)
     done = cli("explain", "rms_norm", "x=fp32[4,8]", "--device", "cpu", "--tune")
     assert done.exit_code == 1

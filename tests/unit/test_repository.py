@@ -125,7 +125,7 @@ def test_documented_commands_exist() -> None:
     from bakeoff.apps.cli import main
     from bakeoff.apps.train.recipes import recipe
 
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     context = click.Context(main)
     wrong = []
     documented = commands()
@@ -176,7 +176,7 @@ def test_cheap_commands_run(command: str) -> None:
 def test_make_help_lists_every_target() -> None:
     done = run("make", "--no-print-directory", "help")
     assert done.returncode == 0, done.stderr
-    listed = set(re.findall(r"^make (\w+)", done.stdout, re.MULTILINE))
+    listed = set(re.findall(r"^make ([\w-]+)", done.stdout, re.MULTILINE))
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert phony is not None
     assert listed == set(phony[1].split()) - {"help"} | {"help"}

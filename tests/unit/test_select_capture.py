@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bakeoff.ops.adamw import run as adamw_run
-from bakeoff.select import Candidate, Case, Op
+from bakeoff.select import Candidate, Case, Op, find_op
 from bakeoff.select.choose import dispatch as dispatch_module
 from bakeoff.select.choose import hot, policy
 from bakeoff.select.choose.dispatch import decide
@@ -142,27 +141,28 @@ def test_fingerprints_tell_capture_on_a_gpu_and_never_ask_on_the_cpu(
     monkeypatch.setattr(hot, "_stream_captures", asked)
     on_cpu = (torch.ones(4, 8), torch.ones(8), None)
     assert hot.fingerprint(op, on_cpu)
-    assert [guard(on_cpu) for guard in hot._guard(on_cpu, graph)] == [graph]
+    assert [guard(on_cpu) for guard in hot._guard(op, on_cpu, graph)] == [graph]
 
 
 def test_guards_tell_capture_on_a_gpu(capture: Capture) -> None:
     with FakeTensorMode():
         args = (torch.empty(4, 8, device="cuda"), torch.empty(8, device="cuda"), None)
-    (outside,) = hot._guard(args, zoo.eager)
+    (outside,) = hot._guard(zoo.op(), args, zoo.eager)
     capture.on = True
-    (inside,) = hot._guard(args, graph)
+    (inside,) = hot._guard(zoo.op(), args, graph)
     assert (outside(args), inside(args)) == (None, graph)
     capture.on = False
     assert (outside(args), inside(args)) == (zoo.eager, None)
 
 
-def test_an_optimizer_s_steps_are_told_apart_too(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(adamw_run, "decide", lambda op, case, fingerprint: asked.append(fingerprint))
-    for device in ("cuda", "cpu"):
-        known = (3, 3000, torch.device(device), torch.float32)
-        for capture.on in (False, True):
-            adamw_run._chosen(adamw_run.NORM, known, adamw_run.norm_case, None)
-    outside, inside, *on_cpu = asked
-    assert inside == hot.under_capture(outside)
-    assert on_cpu[0] == on_cpu[1]
+def test_calls_with_lists_are_told_apart_too(capture: Capture) -> None:
+    norm = find_op("global_norm")
+    for device, apart in (("cuda", True), ("cpu", False)):
+        with FakeTensorMode():
+            listed = norm.with_lists(([torch.empty(3, 1000, device=device)], None, False, None, None, None))
+        capture.on = False
+        outside = hot.fingerprint(norm, listed)
+        capture.on = True
+        inside = hot.fingerprint(norm, listed)
+        assert (inside == hot.under_capture(outside)) is apart
+        assert (inside == outside) is not apart

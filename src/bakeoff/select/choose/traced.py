@@ -5,7 +5,8 @@ say so at the end of this file. Those take names and plain values, since Dynamo 
 """
 
 import operator
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -32,8 +33,14 @@ __all__ = ["traced_call"]
 
 _UNKNOWN_ROWS = 4096  # stands for the number of rows while tracing, where lengths must stay symbolic
 
-_implementations: dict[str, Callable[..., Any]] = {}
-"""What runs inside compiled graphs, by "op candidate variant": a plain dict, for Dynamo to trace through."""
+
+class _Implementations:
+    """What runs inside compiled graphs: an attribute for each op, candidate and variant. torch.compile reads
+    an
+    attribute when it meets it; of a dict it holds for a whole trace what was in it at first."""
+
+
+_implementations = _Implementations()
 
 
 def traced_call(op: Op, args: Sequence[Any], impl: str | None) -> Any:
@@ -42,7 +49,7 @@ def traced_call(op: Op, args: Sequence[Any], impl: str | None) -> Any:
 
     known: list[Any] = []
     for name, arg in zip(op.params, args, strict=True):
-        if is_list(arg):
+        if name in op.lists and is_list(arg):
             raise Unsupported(
                 f"{op.name}: {name} is a list, which a traced call can't pass; keep the call out of "
                 f"torch.compile with torch.compiler.disable"
@@ -68,7 +75,7 @@ def traced_call(op: Op, args: Sequence[Any], impl: str | None) -> Any:
     chosen, kind, text = _constant_choice(op.name, described, torch.is_grad_enabled(), impl)
     if kind:
         raise _FAULTS[kind](text)
-    return _implementations[f"{op.name} {chosen}"](*args)
+    return getattr(_implementations, chosen)(*args)
 
 
 _shapes: dict[str, tuple[int | None, ...]] = {}
@@ -133,7 +140,7 @@ def _constant_fault(op_name: str, known: tuple[Any, ...]) -> tuple[str, str] | N
 def _constant_choice(
     op_name: str, known: tuple[Any, ...], grad: bool, impl: str | None
 ) -> tuple[str, str, str]:
-    """The candidate with its variant; or "", and the kind and the text of the error that asking for one
+    """Where `_implementations` has what was chosen; or "", and the kind and the text of the error that asking
     deserves."""
     op = registry[op_name]
     values: dict[str, Any] = {}
@@ -161,8 +168,10 @@ def _constant_choice(
         return "", *_fault(type(error), error)
     if choice.candidate.name == "compiled":
         choice = Choice(op.incumbent, "", None)  # the region around it is compiled already
-    chosen = label(choice.candidate.name, choice.variant)
-    _implementations[f"{op_name} {chosen}"] = choice.call
+    # A name: each character that names don't have stands as its number.
+    words = f"{op_name} {label(choice.candidate.name, choice.variant)}"
+    chosen = re.sub(r"\W", lambda match: f"_{ord(match[0])}_", words)
+    setattr(_implementations, chosen, choice.call)
     return chosen, "", ""
 
 

@@ -61,13 +61,16 @@ class Op:
     by_name: dict[str, Candidate] = field(init=False)
     floats: frozenset[str] = field(init=False)
     """The arguments that the definition annotates with float."""
+    lists: frozenset[str] = field(init=False)
+    """The arguments that the definition annotates with list: lists of tensors."""
 
     def __post_init__(self) -> None:
         derived = {
             "home": self.home or f"bakeoff.ops.{self.name}.op:OP",
             "params": tuple(inspect.signature(self.reference).parameters),
             "by_name": {candidate.name: candidate for candidate in self.candidates},
-            "floats": _annotated_with_float(self.reference),
+            "floats": _annotated_with(self.reference, float),
+            "lists": _annotated_with(self.reference, list),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)  # the way to fill in a field of a frozen dataclass
@@ -99,10 +102,10 @@ class Op:
 
     def with_lists(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments with each list as a `TensorList`, which is what implementations get."""
-        if not any(is_list(arg) for arg in args):
+        if not self.lists:
             return args
         return [
-            as_list(arg, f"{self.name}: {name}") if is_list(arg) else arg
+            as_list(arg, f"{self.name}: {name}") if name in self.lists and is_list(arg) else arg
             for name, arg in zip(self.params, args, strict=True)
         ]
 
@@ -117,10 +120,15 @@ class Op:
             return math.inf if value > 0 else -math.inf
 
 
-def _annotated_with_float(function: Callable[..., Any]) -> frozenset[str]:
-    """The arguments annotated with float, or with a union that holds it."""
+def _annotated_with(function: Callable[..., Any], kind: type) -> frozenset[str]:
+    """The arguments annotated with `kind`, with or without parameters, or with a union that holds it."""
     try:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError):  # annotations that can't be resolved
         return frozenset()
-    return frozenset(name for name, hint in hints.items() if float in (hint, *typing.get_args(hint)))
+    held = {name: (hint, typing.get_origin(hint), *typing.get_args(hint)) for name, hint in hints.items()}
+    return frozenset(
+        name
+        for name, parts in held.items()
+        if name != "return" and any(kind in (part, typing.get_origin(part)) for part in parts)
+    )
