@@ -79,6 +79,7 @@ def cases() -> list[Case]:
         _case("64x1024x768 channel-last", 64, 1024, 768, major=False),
         _case("4x8192x768 channel-last", 4, 8192, 768, major=False),
         _case("4 taps", 8, 4096, 1536, L=4, major=False),
+        _case("4 taps, more channels", 16, 2048, 2048, L=4, major=False),
         _case("4 taps channel-major", 8, 4096, 1536, L=4),
         _case("4 taps, gates and skip", 8, 4096, 768, L=4, gated=True, major=False),
         _case("16 taps, gates and skip", 8, 4096, 768, L=16, gated=True, major=False),

@@ -80,7 +80,7 @@ def cases() -> list[Case]:
     """The benchmark grid: sizes from launch-bound to 16384^2 in bfloat16, then every other form once."""
     sizes = [
         (1, 4096), (2048, 512), (4096, 384), (24576, 384), (8192, 1024), (1000, 1000), (8192, 4096),
-        (32768, 4096), (4096, 8192), (16384, 16384),
+        (32768, 4096), (4096, 8192), (16384, 16384), (12288, 5120), (5120, 2880), (3000, 7168),
     ]  # fmt: skip
     half, full = torch.bfloat16, torch.float32
     return [
