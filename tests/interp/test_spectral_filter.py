@@ -183,7 +183,7 @@ def test_rows_that_fit_on_no_chip(on_chip, B, T):
         check_on_chip(on_chip(shared), *tensors(B, T, 1, K, torch.float32), 1e-6)
 
 
-@pytest.mark.parametrize("B", [1, 3])
+@pytest.mark.parametrize("B", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_every_tiling(on_chip, B):
     """Also of another length, which some don't suit."""
     candidate = on_chip()
