@@ -292,7 +292,7 @@ def test_empty(shape):
             ValueError,
             r"4 bins, but T = 4 .* 3 frequencies: use",
         ),
-        (torch.zeros(2, 4, 3), torch.zeros(2, 2) + 0j, ValueError, r"expected \[K, 3\]"),
+        (torch.zeros(2, 4, 3), torch.zeros(2, 2) + 0j, ValueError, r"expected \[K, C\] with C = 3"),
         (torch.zeros(4, 3), torch.zeros(2, 3) + 0j, ValueError, r"one sequence is x\[None\]"),
         (torch.zeros(2, 4, 3), torch.zeros(2, 3), TypeError, r"torch.view_as_complex\(weight\)"),
         (torch.zeros(2, 4, 3, dtype=torch.int64), torch.zeros(2, 3) + 0j, TypeError, "floating point"),
