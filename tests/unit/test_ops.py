@@ -19,6 +19,7 @@ ARGS: dict[str, Callable[[int], tuple[torch.Tensor, ...]]] = {
     "pole_scan": lambda T: (randn(2, T, 8), -torch.rand(8, 3), randn(8, 3), randn(8, 3) + 0j),
     "rms_norm": lambda T: (randn(2, T, 8), randn(8)),
     "rotary": lambda T: (randn(2, T, 2, 8), randn(2, T, 2, 8), *rotary_tables(T, 8)),
+    "short_conv": lambda T: (randn(2, T, 8), randn(8, 4)),
     "spectral_filter": lambda T: (randn(2, T, 8), randn(4, 8) + 0j),
     "swiglu": lambda T: (randn(2, T, 8),),
 }

@@ -63,7 +63,7 @@ def _pieces(op: Op, args: list[Any]) -> tuple[list[slice] | list[None], int]:
     else:
         largest = max(filter(_has_rows, batched), key=torch.Tensor.numel, default=torch.empty(1))
         sizes = [largest[:1].numel()] * largest.shape[0]
-    if sum(sizes) <= _PIECE:
+    if sum(sizes) <= _PIECE or len(sizes) < 2:
         return [None], len(sizes)
     starts, held = [0], 0
     for i, size in enumerate(sizes):

@@ -202,8 +202,12 @@ class Choice(Rule):
     """One of some words."""
 
     words: tuple[str, ...]
+    optional: bool = False
+    """Whether it may be None."""
 
     def check(self, op: str, name: str, case: Case, sizes: Sizes) -> None:
+        if case.args[name] is None and self.optional:
+            return
         if case.args[name] not in self.words:
             raise ValueError(f"{op}: {name} is {case.said(name)}, expected one of {', '.join(self.words)}")
 
