@@ -53,6 +53,7 @@ _MODULES = (
     "ops",
     "optim",
     "select",
+    "token_order",
     "train",
 )
 

@@ -595,3 +595,31 @@ def test_ctrl_c_while_tuning(cache: Path, text: Path) -> None:
     table = read(policy.store.path("cpu"))
     assert set(table.rows) >= {verdict().key}
     assert policy.store.path("cpu").read_bytes() == before or len(table.rows) > 1
+
+
+# order -----------------------------------------------------------------------------------------------------
+
+
+def test_order_compares_the_orders_and_draws_them(tmp_path: Path) -> None:
+    words = ("order", "16x16", "--segments", "16,64", "--rates", "1,2", "--tile", "4")
+    done = cli(*words, "--svg", tmp_path / "pictures")
+    assert done.exit_code == 0, done.output
+    assert {"row", "hilbert", "random"} <= {line.split()[0] for line in done.stdout.splitlines()}
+    assert "<polyline" in (tmp_path / "pictures" / "order-hilbert.svg").read_text()
+    reports = json.loads(cli(*words, "--json").stdout)
+    assert reports["hilbert"]["kept"] > reports["row"]["kept"] > reports["random"]["kept"]
+    assert len({round(report["keys"], 6) for report in reports.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("16",), "2 or 3 sizes"),
+        (("16xa",), "whole numbers, such as 64x64"),
+        (("4x4", "--segments", "4", "--rates", "8"), "at most its segment"),
+    ],
+)
+def test_order_refuses(words: tuple[str, ...], message: str) -> None:
+    done = cli("order", *words)
+    assert done.exit_code == 1
+    assert message in done.stderr

@@ -1,4 +1,5 @@
-"""The ops: one folder each, one line here each. Importing this declares them all; none imports triton."""
+"""The ops: one folder each, one line here each, and token_order, which orders what they attend to.
+Importing this declares them all; none imports triton."""
 
 from bakeoff.ops.adamw import adamw_ as adamw_
 from bakeoff.ops.adamw import global_norm as global_norm
@@ -10,3 +11,4 @@ from bakeoff.ops.rotary import rotary as rotary
 from bakeoff.ops.short_conv import short_conv as short_conv
 from bakeoff.ops.spectral_filter import spectral_filter as spectral_filter
 from bakeoff.ops.swiglu import swiglu as swiglu
+from bakeoff.token_order import token_order as token_order

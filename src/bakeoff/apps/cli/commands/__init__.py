@@ -41,6 +41,7 @@ for _command in (
     inspecting.explain,
     inspecting.doctor,
     inspecting.ops,
+    inspecting.order,
     tables.table,
 ):
     main.add_command(_command)

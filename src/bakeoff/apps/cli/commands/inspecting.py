@@ -1,4 +1,4 @@
-"""explain, doctor, ops."""
+"""explain, doctor, ops, order."""
 
 from typing import Any
 
@@ -6,8 +6,9 @@ import click
 
 from bakeoff.apps.cli.commands import options
 from bakeoff.apps.cli.commands.group import Command
+from bakeoff.apps.cli.commands.options import FILE, Finite
 
-__all__ = ["doctor", "explain", "ops"]
+__all__ = ["doctor", "explain", "ops", "order"]
 
 
 @click.command(cls=Command)
@@ -64,5 +65,38 @@ def ops(**values: Any) -> None:
     others may differ (see bakeoff explain).
     """
     from bakeoff.apps.cli.listing import run
+
+    run(**values)
+
+
+@click.command(cls=Command)
+@click.argument("shape")
+@click.option(
+    "--segments", default="256,1024,4096", show_default=True, help="Tokens of a segment, by branch."
+)
+@click.option(
+    "--rates", default="1,4,16", show_default=True, help="One selected token in so many, by branch."
+)
+@click.option(
+    "--decay", type=Finite(0, min_open=True), default=8.0, show_default=True,
+    help="Attention at distance d is taken to be exp(-d / decay).",
+)  # fmt: skip
+@click.option(
+    "--tile", type=click.IntRange(1), help="Side of a tile. [default: 16 in two dimensions, 8 in three]"
+)
+@click.option("--svg", type=FILE, help="Folder to draw every order into, coloured by the first segment.")
+@options.as_json
+def order(**values: Any) -> None:
+    """What orders of a grid's tokens are worth.
+
+    SHAPE is a grid such as 64x64 or 16x32x32. For each order: how much of attention that decays with distance
+    falls on the keys that dilated attention keeps, the blocks that exact local attention touches, and the
+    tokens that a device needs from others, as a multiple of its own, on 2, 4 and 8 devices.
+
+    Examples:
+      bakeoff order 128x128
+      bakeoff order 64x64 --segments 256 --rates 1 --svg pictures
+    """
+    from bakeoff.apps.cli.ordering import run
 
     run(**values)

@@ -1,0 +1,173 @@
+"""What an order is worth: attention kept by segments, blocks of a local window, tokens of other devices."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Halo", "OrderReport", "reported"]
+
+Ints = NDArray[np.integer[Any]]
+_PAIRS = 2**23  # (query, key) pairs held at a time
+_BRANCHES, _PHASES, _BOX = 12, 4096, 2**28
+
+
+@dataclasses.dataclass(frozen=True)
+class Halo:
+    """What the window of a device needs from others: remote tokens over own ones, of the worst device."""
+
+    devices: int
+    share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class OrderReport:
+    """Three measures of an order; `keys` depends on the branches alone and is the same for every order.
+
+    Attributes:
+        keys: keys that a query of one head attends to, on average.
+        kept: of attention that decays as exp(-distance / decay) over all tokens, the share on those keys; a
+            mean over queries, and over heads of every phase.
+        active_blocks: of a score matrix in blocks, the share with a pair of tokens within the window: what a
+            block-sparse kernel computes for exact local attention.
+        halos: for each number of devices, the tokens that local attention needs from other devices.
+    """
+
+    keys: float
+    kept: float
+    active_blocks: float
+    halos: tuple[Halo, ...]
+
+    def __str__(self) -> str:
+        halos = ", ".join(f"{halo.share:.2f} of {halo.devices} devices" for halo in self.halos)
+        return (
+            f"{self.keys:.0f} keys a query hold {self.kept:.1%} of the attention; a local window touches "
+            f"{self.active_blocks:.1%} of the blocks; remote tokens, times a device's own: {halos or '-'}"
+        )
+
+
+def reported(
+    cells: NDArray[Any] | None,
+    places: Ints,
+    segments: Sequence[int],
+    rates: Sequence[int],
+    *,
+    decay: float = 8.0,
+    window: int | None = None,
+    block: int = 128,
+    devices: Sequence[int] = (2, 4, 8),
+    samples: int = 256,
+) -> OrderReport:
+    """The report of tokens with coordinates `cells`, of which token t is at places[t]."""
+    branches = _branches(segments, rates, len(places))
+    if cells is None or np.issubdtype(cells.dtype, np.floating) or not len(cells):
+        raise ValueError(
+            "a report needs tokens with whole coordinates: make the order from shape= or rounded coordinates="
+        )
+    window = {2: 8, 3: 2}[cells.shape[1]] if window is None else window
+    for name, value in {"decay": decay, "window": window, "block": block, "samples": samples,
+                        "devices": min(devices, default=1)}.items():  # fmt: skip
+        if not value > 0:
+            raise ValueError(f"{name} is {value}; it must be positive")
+    keys, kept = _attention(cells, places, branches, decay, samples)
+    active, halos = _windowed(_table(cells, places), len(places), window, block, devices)
+    return OrderReport(keys, kept, active, halos)
+
+
+def _branches(segments: Sequence[int], rates: Sequence[int], tokens: int) -> list[tuple[int, int]]:
+    if len(segments) != len(rates) or not 0 < len(segments) <= _BRANCHES:
+        raise ValueError(
+            f"{len(segments)} segments and {len(rates)} rates; give as many of each, 1 to {_BRANCHES}"
+        )
+    for w, r in zip(segments, rates, strict=True):
+        if not 1 <= r <= w:
+            raise ValueError(f"segment {w} with rate {r}; a rate is at least 1 and at most its segment")
+    return [(min(w, tokens), r) for w, r in zip(segments, rates, strict=True)]
+
+
+def _attention(
+    cells: NDArray[Any], places: Ints, branches: list[tuple[int, int]], decay: float, samples: int
+) -> tuple[float, float]:
+    """(keys a query, share of attention on them), by samples of queries."""
+    tokens = len(places)
+    chosen = np.random.default_rng(0).permutation(tokens)[:samples]
+    heads = np.arange(min(math.lcm(*(r for _, r in branches)), _PHASES))
+    sets = np.arange(2 ** len(branches))
+    counts, shares = [], []
+    for part in np.array_split(chosen, -(-len(chosen) * tokens // _PAIRS)):
+        away = np.zeros((len(part), tokens), np.float32)
+        for axis in cells.T:
+            away += np.square((axis[part, None] - axis).astype(np.float32))
+        mass = np.exp(-np.sqrt(away) / decay)
+        holding = np.zeros(mass.shape, np.int64)  # bit i: branch i holds the pair, in heads of its phase
+        active = np.zeros((len(part), len(heads)), np.int64)
+        for bit, (w, r) in enumerate(branches):
+            segment, phase = places // w, places % w % r
+            holding |= ((segment[part, None] == segment) & (phase[part, None] == phase)).astype(
+                np.int64
+            ) << bit
+            active |= (phase[part, None] == heads % r).astype(np.int64) << bit
+        where = (holding + np.arange(len(part))[:, None] * len(sets)).ravel()
+        size = len(part) * len(sets)
+        held = np.bincount(where, mass.ravel(), size).reshape(len(part), -1)
+        number = np.bincount(where, minlength=size).reshape(len(part), -1)
+        for query, (masses, keys) in enumerate(zip(held, number, strict=True)):
+            hit = (sets & active[query][:, None]) != 0
+            shares.append(float((hit @ masses).mean() / masses.sum()))
+            counts.append(float((hit @ keys).mean()))
+    return float(np.mean(counts)), float(np.mean(shares))
+
+
+def _table(cells: NDArray[Any], places: Ints) -> NDArray[np.int32]:
+    """The place of the token in each cell of the box around all; -1 where there is none."""
+    at = cells - cells.min(0)
+    box = tuple(int(size) + 1 for size in at.max(0))
+    if math.prod(box) > _BOX:
+        raise ValueError(
+            f"the box around the tokens has {math.prod(box):,} cells; divide coordinates by the cell size"
+        )
+    table = np.full(box, -1, np.int32)
+    table[tuple(at.T)] = places
+    if int((table >= 0).sum()) != len(places):
+        raise ValueError("several tokens have the same coordinates; a report needs one in a cell")
+    return table
+
+
+def _windowed(
+    table: NDArray[np.int32], tokens: int, window: int, block: int, devices: Sequence[int]
+) -> tuple[float, tuple[Halo, ...]]:
+    """(share of active blocks, halos) of attention within `window` along each axis."""
+    blocks = -(-tokens // block)
+    active = np.zeros((blocks, blocks), bool)
+    own = [-(-tokens // number) for number in devices]  # tokens of a device
+    needed = [np.zeros((number, tokens), bool) for number in devices]
+    for one, two in _neighbours(table, window):
+        active[one // block, two // block] = True
+        active[two // block, one // block] = True
+        for size, mine in zip(own, needed, strict=True):
+            here, there = one // size, two // size
+            remote = here != there
+            mine[here[remote], two[remote]] = True
+            mine[there[remote], one[remote]] = True
+    halos = []
+    for number, size, mine in zip(devices, own, needed, strict=True):
+        held = np.clip(tokens - size * np.arange(number), 0, size)
+        halos.append(Halo(number, float((mine.sum(1)[held > 0] / held[held > 0]).max())))
+    return float(active.mean()), tuple(halos)
+
+
+def _neighbours(table: NDArray[np.int32], window: int) -> Iterator[tuple[Ints, Ints]]:
+    """The places of all pairs of tokens within the window, each pair once, by their distance."""
+    steps = np.indices((2 * window + 1,) * table.ndim).reshape(table.ndim, -1).T - window
+    for step in steps[len(steps) // 2 :]:  # the others are the same pairs, turned round
+        sizes = [max(0, size - abs(int(s))) for size, s in zip(table.shape, step, strict=True)]
+        starts = [max(0, -int(s)) for s in step]
+        one = table[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
+        two = table[
+            tuple(slice(a + int(s), a + int(s) + n) for a, s, n in zip(starts, step, sizes, strict=True))
+        ]
+        both = (one >= 0) & (two >= 0)
+        yield one[both], two[both]
