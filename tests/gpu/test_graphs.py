@@ -120,7 +120,8 @@ def test_a_language_model_under_autocast() -> None:
         made = make(step)
         return [made(ids).detach() for ids in rows]
 
-    assert same(losses(lambda step: step), losses(capture_step))
+    with bakeoff.using(regime="graph"):  # both take the same candidates
+        assert same(losses(lambda step: step), losses(capture_step))
 
 
 def test_accumulation_inside_one_graph_and_per_micro_batch() -> None:

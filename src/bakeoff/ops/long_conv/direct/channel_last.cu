@@ -105,6 +105,14 @@ convolve(data_t *u, data_t *gate_in, data_t *gate_out, const float *h, const flo
     }
 }
 #else
+// Of sums over STEPS positions, so that those which are loud drown nothing but their neighbours; as far as registers
+// go, for a double takes two.
+#if TAPS * CHANNELS <= 16
+typedef double total_t;
+#else
+typedef float total_t;
+#endif
+
 // The gradients of u and of the gates, and in partial[program, j, c] what the `share` pieces that a thread takes, one
 // after another, add to that of h. Those that are null aren't wanted. `y` is that of `convolve`. Results lie like `du`,
 // with its strides.
@@ -115,7 +123,8 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
               int gate_in_b, int gate_in_t, int gate_out_b, int gate_out_t, int y_b, int y_t, int du_b, int du_t) {
     auto [program, c] = share_of(groups);
     if (program >= programs) return;
-    float taps[TAPS][CHANNELS], sums[TAPS][CHANNELS] = {};
+    float taps[TAPS][CHANNELS];
+    total_t sums[TAPS][CHANNELS] = {};
     read_taps(taps, h, skip, c, h_c, h_l, T);
 
     int last = (program + 1) * share < all ? (program + 1) * share : all;
@@ -172,7 +181,7 @@ differentiate(data_t *dout, data_t *u, data_t *gate_in, data_t *gate_out, data_t
                 UNROLL for (int j = TAPS - 1; j >= 0; j--)
                     UNROLL for (int i = 0; i < STEPS; i++) dv[i][n] += taps[j][n] * window[i + j][n];
                 UNROLL for (int j = 0; j < TAPS; j += 4) {
-                    float few[4] = {};  // added up apart, so that the long sums round less
+                    float few[4] = {};
                     UNROLL for (int i = 0; i < STEPS; i++)
                         UNROLL for (int k = 0; k < 4 && j + k < TAPS; k++) few[k] += v[i] * window[i + j + k][n];
                     UNROLL for (int k = 0; k < 4 && j + k < TAPS; k++) sums[j + k][n] += few[k];

@@ -73,9 +73,11 @@ def _filters(plan: Plan, h: Tensor, skip: Tensor | None) -> tuple[Tensor, Tensor
 def _add_up(partial: Tensor, taps_first: bool, dh: Tensor | None, dskip: Tensor | None) -> None:
     """The gradients of h [C, taps] and skip from sums [.., C, taps], or [.., taps, C] if `taps_first`.
 
-    Groups along time are many, so what they have is added up in float64.
+    Added up in float64: parts with loud positions drown no others.
     """
-    sums = partial.sum(0).t() if taps_first else partial.sum(0, dtype=torch.float64)
+    sums = partial.sum(0, dtype=torch.float64)
+    if taps_first:
+        sums = sums.t()
     if dh is not None:
         dh.copy_(sums)
     if dskip is not None:

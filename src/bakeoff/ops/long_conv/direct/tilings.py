@@ -8,6 +8,7 @@ _ACCESS = 16  # bytes at most
 _FILTER_REGISTERS = 32  # of a thread's filters and sums, by default
 _AHEAD = 24  # registers of a thread that are being read, by default
 _MOST_REGISTERS = 200
+_IN_DOUBLE = 16  # totals of a thread at most that are float64
 
 
 class Tiling(NamedTuple):
@@ -84,7 +85,8 @@ def _registers(tiling: Tiling, taps: int, gates: int, itemsize: int, backward: b
     """About as many as a thread needs: for filters and sums, backward for a window and results, and for what
     is read and what was read."""
     channels, reads = tiling.channels, tiling.reads
-    held = (2 + backward) * taps * channels + backward * 2 * reads * channels
+    totals = taps * channels * (2 if taps * channels <= _IN_DOUBLE else 1)
+    held = 2 * taps * channels + backward * (totals + 2 * reads * channels)
     return held + 2 * _tensors(gates, backward) * _words(channels, itemsize) * reads + 40
 
 
