@@ -18,6 +18,7 @@ from bakeoff.timing import seconds_per_call
 __all__ = [
     "Ceilings",
     "Facts",
+    "capability",
     "ceilings",
     "disturbance",
     "driver_cuda",
@@ -28,9 +29,11 @@ __all__ = [
     "l2_bytes",
     "limit_us",
     "multiprocessors",
+    "native_bf16",
     "pulse",
     "shared_memory",
     "warp_size",
+    "without_triton",
 ]
 
 DRIFT = 0.05  # a pulse that changes by more than this says that clocks or load moved
@@ -106,9 +109,32 @@ def index(device: str) -> int:
 
 
 @functools.cache
+def capability(device: int) -> tuple[int, int]:
+    """The compute capability of the GPU of this index; (0, 0) for -1, the CPU."""
+    if device < 0:
+        return 0, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor
+
+
 def generation(device: int) -> int:
     """The first number of the compute capability of the GPU of this index; 0 for -1, the CPU."""
-    return torch.cuda.get_device_properties(device).major if device >= 0 else 0
+    return capability(device)[0]
+
+
+def without_triton(device: str) -> str | None:
+    """Why Triton can't compile for `device`, or None: NVIDIA's GPUs before Volta."""
+    number = index(device)
+    if torch.version.hip or not 0 < generation(number) < 7:
+        return None
+    major, minor = capability(number)
+    return f"Triton needs compute capability 7.0 (Volta) or newer, this GPU has {major}.{minor}"
+
+
+def native_bf16(device: str) -> bool:
+    """Whether `device` is a GPU that computes in bfloat16; PyTorch emulates it on NVIDIA's before Ampere."""
+    number = index(device)
+    return number >= 0 and (torch.version.hip is not None or generation(number) >= 8)
 
 
 def multiprocessors(device: int | str) -> int:
@@ -137,7 +163,7 @@ def ceilings(device: str) -> Ceilings:
     count = min(2**30, free(device) // 8) if cuda else 2**26
     own = torch.Generator(device).manual_seed(0)  # the caller's random state stays as it is
     copy_s = _copy_seconds(count, device, own)
-    dtype = torch.bfloat16 if cuda and torch.cuda.is_bf16_supported() else torch.float32
+    dtype = torch.bfloat16 if native_bf16(device) else torch.float32
     n = 8192 if cuda else 1024
     a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=own) for _ in range(2))
     matmul_s = _best(lambda: a @ b, device)

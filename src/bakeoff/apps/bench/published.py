@@ -176,6 +176,5 @@ def _sizes(**given: Any) -> list[int]:
 def _device_and_dtype(name: str, dtype: torch.dtype | None) -> tuple[str, torch.dtype]:
     device = named_device(name)
     if dtype is None:
-        has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        dtype = torch.bfloat16 if has_bf16 else torch.float32
+        dtype = torch.bfloat16 if hardware.native_bf16(str(device)) else torch.float32
     return str(device), dtype

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from bakeoff import hardware
 from bakeoff.apps.train.config import Config, Optim
 from bakeoff.graphs import CapturedStep, NotCapturable, capture_step
 from bakeoff.models.byte_spectral import ByteSpectralLM
@@ -23,7 +24,7 @@ __all__ = ["Stepper", "adamw", "learning_rate", "uses_bf16"]
 def uses_bf16(config: Config, device: torch.device) -> bool:
     """Whether the run computes under bf16 autocast."""
     if config.train.precision == "auto":
-        return device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return hardware.native_bf16(str(device))
     return config.train.precision == "bf16"
 
 

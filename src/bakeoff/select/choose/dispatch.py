@@ -228,6 +228,8 @@ def _missed(op: Op, case: Case, settings: policy.Settings, name: str) -> Choice:
     if reasons:
         if guess.absent:
             say_once(f"{guess.absent}: {op.name} runs on plain PyTorch", logging.WARNING)
+        elif too_old := hardware.without_triton(case.device):
+            say_once(f"{too_old}: ops run on plain PyTorch", logging.WARNING)
         return Choice(op.incumbent, f"no verdict; {guess.name}: {'; '.join(reasons)}", None)
     say_once(f"{name} is outside the measured range: the heuristic takes {guess.name}", logging.INFO)
     return Choice(guess, "no verdict: heuristic", None)

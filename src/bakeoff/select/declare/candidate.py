@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bakeoff import hardware
 from bakeoff.select.declare import sources
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.installed import missing
@@ -102,8 +103,10 @@ class Candidate:
         if self.min_capability > (0, 0):
             if not case.device.startswith("cuda"):
                 reasons.append(f"runs on CUDA, not on {case.device}")
-            elif torch.cuda.get_device_capability(case.device) < self.min_capability:
+            elif hardware.capability(hardware.index(case.device)) < self.min_capability:
                 reasons.append(f"needs compute capability {'.'.join(map(str, self.min_capability))}")
+        if "triton" in self.requires and (too_old := hardware.without_triton(case.device)):
+            reasons.append(too_old)
         try:
             own = self.supports(case)
         except Exception as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bakeoff import hardware
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case, TensorMeta
 from bakeoff.select.declare.installed import missing
@@ -106,7 +107,7 @@ def compiler_missing(case: Case) -> str | None:
     if any(isinstance(a, TensorMeta) and a.numel == 0 for a in case.args.values()):
         return "an empty tensor is not worth compiling for"
     if case.device.startswith("cuda"):
-        why = missing("triton")
+        why = missing("triton") or hardware.without_triton(case.device)
         return None if why is None else f"torch.compile needs triton on a GPU: {why}"
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None and shutil.which("clang++") is None:
