@@ -1,0 +1,165 @@
+"""PyTorch's own memory_scan: the dual form, a chunk at a time, differentiated by autograd.
+
+Inside a chunk the memory is never formed. Its answer to a query is that of the memory and the momentum at the
+chunk's start, weighted with numbers that the gates alone make, less a masked attention to the chunk's keys.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bakeoff.select.declare.compiled import compiled as compile_formula
+
+__all__ = ["chunk_step", "coefficients", "compiled", "eager", "product_dtype", "working_dtype"]
+
+
+def eager(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    memory_w1: torch.Tensor,
+    memory_b1: torch.Tensor,
+    memory_w2: torch.Tensor,
+    memory_b2: torch.Tensor,
+    momentum_w1: torch.Tensor,
+    momentum_b1: torch.Tensor,
+    momentum_w2: torch.Tensor,
+    momentum_b2: torch.Tensor,
+    lr: torch.Tensor,
+    decay: torch.Tensor,
+    forget: torch.Tensor,
+    chunk: int = 64,
+    read: str = "after",
+) -> tuple[torch.Tensor, ...]:
+    """A loop over chunks. Products of 16-bit tokens are rounded to their dtype, the state stays float32."""
+    parts = (memory_w1, memory_b1, memory_w2, memory_b2, momentum_w1, momentum_b1, momentum_w2, momentum_b2)
+    if q.is_meta or not torch.is_autocast_enabled(q.device.type):
+        return _eager(q, k, v, parts, lr, decay, forget, chunk, read)
+    with torch.autocast(q.device.type, enabled=False):
+        return _eager(q, k, v, parts, lr, decay, forget, chunk, read)
+
+
+def _eager(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    parts: tuple[torch.Tensor, ...],
+    lr: torch.Tensor,
+    decay: torch.Tensor,
+    forget: torch.Tensor,
+    chunk: int,
+    read: str,
+) -> tuple[torch.Tensor, ...]:
+    real = working_dtype(q, parts[0])
+    state = tuple(part.to(real, copy=True) for part in parts)
+    outs = [v[:, :0].to(real)]
+    # The number of chunks, not T, is what torch.compile then makes a graph for.
+    for index in range(-(-q.shape[1] // chunk)):
+        piece = [x[:, index * chunk : (index + 1) * chunk] for x in (q, k, v, lr, decay, forget)]
+        out, *new = chunk_step(piece, state[:4], state[:4], state[4:], read)
+        outs.append(out)
+        state = tuple(new)
+    return (torch.cat(outs, 1).to(q.dtype), *state)
+
+
+def chunk_step(
+    tokens: Sequence[torch.Tensor],
+    start: Sequence[torch.Tensor],
+    memory: Sequence[torch.Tensor],
+    momentum: Sequence[torch.Tensor],
+    read: str,
+) -> tuple[torch.Tensor, ...]:
+    """Some tokens, q, k, v, lr, decay and forget, of one chunk: o in the working dtype, the new memory's
+    four parts, the new momentum's.
+
+    Gradients are taken at `start`, the memory at the chunk's start, which is `memory` too where these are its
+    first tokens.
+    """
+    real = memory[0].dtype
+    narrow = product_dtype(tokens[0], real)
+
+    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return (a.to(narrow) @ b.to(narrow)).to(real)
+
+    q, k, v, lr, decay, forget = (x.to(real) for x in tokens)
+    w1, b1, w2, b2 = start
+    z = mm(k, w1.mT) + b1[:, None]
+    gate = torch.sigmoid(z)
+    hidden = z * gate
+    error = 2 * (mm(hidden, w2.mT) + b2[:, None] - v)
+    slope = mm(error, w2) * gate * (1 + z * (1 - gate))
+    if read == "chunk":
+        o = mm(F.silu(mm(q, w1.mT) + b1[:, None]), w2.mT) + b2[:, None]
+    beta, f, G, last, n = coefficients(lr, decay, forget)
+    if read != "chunk":
+        rows = slice(1, None) if read == "after" else slice(-1)
+        own, pushed, weights = beta[:, rows, None], f[:, rows, None], G[:, rows]
+        (w1, b1, w2, b2), (s1, c1, s2, c2) = memory, momentum
+        seen = weights * (mm(q, k.mT) + 1)
+        zq = own * (mm(q, w1.mT) + b1[:, None]) + pushed * (mm(q, s1.mT) + c1[:, None]) - mm(seen, slope)
+        hq = F.silu(zq)
+        seen = weights * (mm(hq, hidden.mT) + 1)
+        o = own * (mm(hq, w2.mT) + b2[:, None]) + pushed * (mm(hq, s2.mT) + c2[:, None]) - mm(seen, error)
+    new = []
+    # The momentum's update has none of the memory's in it.
+    for own, pushed, weights in ((beta[:, -1], f[:, -1], G[:, -1]), (torch.zeros_like(last), last, n)):
+        rows_1, rows_2 = weights[..., None] * slope, weights[..., None] * error
+        sums = (mm(rows_1.mT, k), rows_1.sum(1), mm(rows_2.mT, hidden), rows_2.sum(1))
+        for m, s, u in zip(memory, momentum, sums, strict=True):
+            shape = (-1, *[1] * (m.dim() - 1))
+            new.append(own.view(shape) * m + pushed.view(shape) * s - u)
+    return (o, *new)
+
+
+def coefficients(lr: torch.Tensor, decay: torch.Tensor, forget: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a chunk's gates [..., b] make of memory, momentum and gradients, without a division.
+
+    M_t = beta_t M_0 + f_t S_0 - sum_i G_ti u_i and S_b = m S_0 - sum_i n_i u_i. Gives beta, f [..., b + 1]
+    and G [..., b + 1, b], in row t what holds after t tokens, then m [...] and n [..., b].
+    """
+    kept, pushed = (_products(F.pad(x, (1, 0), value=1.0)) for x in (1 - forget, decay))
+    pushed = pushed * F.pad(lr, (1, 0), value=1.0)[..., None, :]
+    # The momentum before the first token isn't added to the memory: row 0 counts for nothing.
+    total = kept @ F.pad(pushed[..., 1:, :], (0, 0, 1, 0))
+    return kept[..., 0], total[..., 0], total[..., 1:], pushed[..., -1, 0], pushed[..., -1, 1:]
+
+
+def _products(x: torch.Tensor) -> torch.Tensor:
+    return _Products.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Products(torch.autograd.Function):
+    """P[t, i] = x_{i+1} ... x_t for t >= i, else 0. PyTorch's own gradient of a cumulative product asks on
+    the host whether there is a zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[-1]
+        below = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
+        steps = torch.where(below.tril(-1), x[..., None], torch.ones((), dtype=x.dtype, device=x.device))
+        products = torch.where(below, steps.cumprod(-2), torch.zeros((), dtype=x.dtype, device=x.device))
+        ctx.save_for_backward(products)
+        return products
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dproducts: torch.Tensor) -> torch.Tensor:
+        products: torch.Tensor = ctx.saved_tensors[0]
+        # x_l stands in P[t, i] for i < l <= t, between P[t, l] and P[l - 1, i].
+        behind = (products.mT @ dproducts.tril())[..., 1:, :]
+        return F.pad((behind * products[..., :-1, :]).sum(-1), (1, 0))
+
+
+def working_dtype(q: torch.Tensor, memory: torch.Tensor) -> torch.dtype:
+    """float64 if a tensor has that precision, else float32."""
+    return torch.promote_types(torch.promote_types(q.dtype, memory.dtype), torch.float32)
+
+
+def product_dtype(q: torch.Tensor, real: torch.dtype) -> torch.dtype:
+    """What matrix products are taken in: 16 bits where q has 16."""
+    return q.dtype if q.dtype.itemsize == 2 else real
+
+
+compiled = compile_formula(eager)
