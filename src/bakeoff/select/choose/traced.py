@@ -66,6 +66,8 @@ def traced_call(op: Op, args: Sequence[Any], impl: str | None) -> Any:
             comptime(_note_number)
             noted = _noted_number(name)
             known.append(arg if noted is None else noted)
+        elif isinstance(arg, int) and not isinstance(arg, bool):  # likewise
+            known.append(operator.index(arg))
         else:
             known.append(arg)
     described = tuple(known)
