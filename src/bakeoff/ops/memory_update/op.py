@@ -35,7 +35,9 @@ _RULES = {
     "memory_w2": Tensor("G V H", REAL, dtype_of="memory_w1"),
     "memory_b2": Tensor("G V", REAL, dtype_of="memory_w1"),
     **{
-        name: Tensor(f"as {name.replace('momentum', 'memory')}", REAL, dtype_of="memory_w1", hint="start with zeros")
+        name: Tensor(
+            f"as {name.replace('momentum', 'memory')}", REAL, dtype_of="memory_w1", hint="start with zeros"
+        )
         for name in MOMENTUM
     },
     **{name: Tensor("G", hint=_GATE, hint_kind=_GATE) for name in GATES},
@@ -148,9 +150,10 @@ def heuristic(case: Case, regime: str) -> str:
 
 
 _FEATURES = {
-    "k": 1, "v": 1, "memory_w1": 2, "memory_b1": 1, "memory_w2": 2, "memory_b2": 1, "lr": 0, "decay": 0, "forget": 0, "row_weight": 0,
-    "momentum_w1": 2, "momentum_b1": 1, "momentum_w2": 2, "momentum_b2": 1, "skipped": 0,
-}  # fmt: skip
+    **dict.fromkeys(("k", "v"), 1),
+    **dict(zip((*MEMORY, *MOMENTUM), (2, 1, 2, 1) * 2, strict=True)),
+    **dict.fromkeys((*GATES, "row_weight", "skipped"), 0),
+}
 _GROUPED = frozenset(_FEATURES)
 
 OP = Op(

@@ -27,7 +27,10 @@ def memory_update(
     row_weight: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """The new memory and momentum, four tensors each, then loss, norm and ok: `bakeoff.ops.memory_update`."""
-    memory, momentum = (memory_w1, memory_b1, memory_w2, memory_b2), (momentum_w1, momentum_b1, momentum_w2, momentum_b2)
+    memory, momentum = (
+        (memory_w1, memory_b1, memory_w2, memory_b2),
+        (momentum_w1, momentum_b1, momentum_w2, momentum_b2),
+    )
     wide = functools.reduce(torch.promote_types, (k.dtype, memory_w1.dtype, momentum_w1.dtype), torch.float32)
     rows = [k, v] if row_weight is None else [k, v, row_weight]
     rows, old, speed = ([t.to(wide) for t in some] for some in (rows, memory, momentum))
