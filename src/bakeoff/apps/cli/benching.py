@@ -6,15 +6,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from bakeoff.apps.bench import contests, regret, results, step
+from bakeoff.apps.bench import contests, launch, regret, results, step
 from bakeoff.apps.bench.regret import SelectionRow
 from bakeoff.apps.bench.results import ResultsError
 from bakeoff.apps.bench.suites import Cell, cells
 from bakeoff.apps.cli.terminal import console, declared, print_plain, working
 from bakeoff.apps.render import explained, selection_table, variants_table
-from bakeoff.apps.tabular import named_values
+from bakeoff.apps.tabular import named_values, terminal_table
 from bakeoff.device import named_device
-from bakeoff.select import Verdict, find_op
+from bakeoff.select import Op, Verdict, find_op
 from bakeoff.select.declare.key import REGIMES
 
 __all__ = ["run"]
@@ -44,8 +44,13 @@ def run(
             )
         _run_step(device, out, 60.0 if budget is None else budget, resume)
         return
-    budget = 2.0 if budget is None else budget
     ops = [find_op(name) for name in names] or list(declared().values())
+    if suite == "launch":
+        if text or regimes or jobs > 1:
+            raise ResultsError("--suite launch has its own lengths: leave --filter, --regimes and --jobs out")
+        _run_launch(ops, device, out, 1.0 if budget is None else budget, resume)
+        return
+    budget = 2.0 if budget is None else budget
     chosen_regimes = _regimes(regimes, device)
     if suite == "selection" and chosen_regimes:
         raise ResultsError("--regimes belongs to --suite ops: leave it out")
@@ -107,6 +112,28 @@ def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> Non
 
     with working(printer, "measuring the device's limits") as status:
         step.run_step(device, out, budget_s=budget, resume=resume, hear=hear, announce=status.update)
+    print_plain(printer, f"results: {out}")
+
+
+def _run_launch(ops: Sequence[Op], device: str, out: Path | None, budget: float, resume: bool) -> None:
+    out = out or Path("results", results.slug(device), "launch.json")
+    printer = console()
+    printer.print(f"launching on {device}, to {out}", highlight=False)
+
+    def hear(cell: Cell, rows: list[launch.LaunchRow]) -> None:
+        title = Text(f"{cell.op.name} {cell.case.name}, {cell.direction}", style="bold")
+        found = {(row.candidate, row.measure): row for row in rows}
+        columns = [("candidate", "name"), ("host us", "right"), ("device us", "right"), ("why", "left")]
+        lines = []
+        for name in cell.op.by_name:
+            measured = [found.get((name, measure)) for measure in ("host", "device")]
+            times = [f"{row.us:.1f}" if row and row.us else "-" for row in measured]
+            lines.append([name, *times, measured[0].reason if measured[0] else ""])
+        printer.print(title)
+        printer.print(terminal_table(columns, lines))
+
+    with working(printer, "measuring the device's limits") as status:
+        launch.run_launch(ops, device, out, budget_s=budget, resume=resume, hear=hear, announce=status.update)
     print_plain(printer, f"results: {out}")
 
 

@@ -15,11 +15,12 @@ __all__ = ["bench", "compare"]
 @click.argument("names", metavar="[OP]...", nargs=-1)
 @click.option(
     "--suite",
-    type=click.Choice(["ops", "selection", "step"]),
+    type=click.Choice(["ops", "selection", "step", "launch"]),
     default="ops",
     show_default=True,
     help="ops: all candidates and peers. selection: time lost by the choices, overhead of choosing, time to "
-    "tune. step: a whole training step, eager, captured, compiled, and both.",
+    "tune. step: a whole training step, eager, captured, compiled, and both. launch: the host's and the "
+    "device's time of every candidate at lengths from 256 to 16384.",
 )
 @click.option(
     "--regimes", help="Comma-separated: eager,graph,compiled. [default: all the device has but compiled]"
@@ -59,6 +60,7 @@ def bench(**values: Any) -> None:
       bakeoff bench rms_norm --filter 8192x4096 --budget 5
       bakeoff bench --suite selection --out results/h200/selection.json
       bakeoff bench --suite step --resume
+      bakeoff bench --suite launch rotary
       bakeoff bench --jobs 8
       bakeoff bench swiglu --thorough --variants
     """

@@ -1,0 +1,85 @@
+"""Suite "launch": the host's time of a call at each length."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from bakeoff.apps.bench import launch
+from bakeoff.apps.bench.results import ResultsError
+from bakeoff.apps.cli import main
+from bakeoff.select import find_op
+
+
+def test_cases_of_a_length() -> None:
+    """One row, so many positions, and what belongs to them."""
+    case = launch.at_length(find_op("rotary"), 512, "cpu")
+    assert case is not None
+    assert [case.q.shape[:2], case.k.shape[:2], case.cos.shape[0], case.sin.shape[0]] == [(1, 512)] * 2 + [
+        512
+    ] * 2
+    assert case.name == "T=512"
+    assert launch.at_length(find_op("rms_norm"), 512, "cpu") is None  # has rows, but no positions
+    assert launch.at_length(find_op("adamw_"), 512, "cpu") is None
+
+
+def test_the_hosts_time_is_that_until_calls_return() -> None:
+    """By a clock that moves 3 us a call: the device is waited for outside of what is timed."""
+    now = itertools.count(0.0, 24e-6)
+    timing = launch.host_timing([lambda: None], "cpu", 0.0, clock=lambda: next(now))
+    assert timing.us == pytest.approx(3.0)
+    assert timing.samples >= 7
+
+
+def test_every_candidate_has_a_row_and_resume_measures_nothing_again(tmp_path: Path) -> None:
+    op, out, heard = find_op("short_conv"), tmp_path / "launch.json", []
+
+    def run() -> None:
+        launch.run_launch(
+            [op], "cpu", out, lengths=(4, 8), budget_s=0.001, resume=True,
+            hear=lambda cell, rows: heard.append((cell.case.name, cell.direction)),
+        )  # fmt: skip
+
+    run()
+    assert heard == [("T=4", "forward"), ("T=4", "both"), ("T=8", "forward"), ("T=8", "both")]
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["candidate"] for row in rows} == {*op.by_name}
+    assert all(row["us"] or row["reason"] for row in rows)
+    assert {(row["length"], row["measure"], row["regime"]) for row in rows} == {
+        (4, "host", "eager"),
+        (8, "host", "eager"),
+    }
+    run()
+    assert len(heard) == 4
+
+
+def test_ops_without_positions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match="ops with positions"):
+        launch.run_launch([find_op("swiglu")], "cpu", tmp_path / "launch.json")
+
+
+def test_other_options_are_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(
+        main, ["bench", "--suite", "launch", "rotary", "--jobs", "2", "--device", "cpu"]
+    )
+    assert done.exit_code != 0
+    assert "leave --filter, --regimes and --jobs out" in done.output
+
+
+def test_a_candidate_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = find_op("rotary")
+    case = launch.at_length(op, 4, "cpu")
+    assert case is not None
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setitem(op.by_name["compiled"].__dict__, "implementation", broken)
+    rows = launch.measured(launch.Cell(op, case.without_grad(), "forward"), 4, 0.001)
+    found = {row.candidate: row for row in rows}
+    assert found["compiled"].reason == "RuntimeError: out of luck"
+    assert found["compiled"].us is None
+    assert found["eager"].us
