@@ -1,4 +1,4 @@
-"""Suite "launch", what launching costs at each length: the host's time to issue a call, the device's to run it.
+"""Suite "launch": at each length the host's time to issue a call and the device's time to run it.
 
 Where the first is the larger one a caller waits for Python, and what a kernel saves is not seen until calls
 are captured in a CUDA graph. Candidates aren't verified here; suite "ops" does that.
