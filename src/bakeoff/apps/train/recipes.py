@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from bakeoff.apps.train.config import Config, ConfigError, Optim, Select, Train
-from bakeoff.models import byte_spectral, llm_med
+from bakeoff.models import byte_spectral, llm_med, titan_mac
 
 __all__ = ["RECIPES", "recipe"]
 
@@ -56,12 +56,30 @@ def byte_spectral_small() -> Config:
     return msgspec.structs.replace(base, recipe="byte-spectral", model=model)
 
 
+def titan_mac_tiny() -> Config:
+    """As llm-med-tiny, attending within segments of 64 bytes, with memories of a chunk of 64 beyond them."""
+    base = llm_med_tiny()
+    return msgspec.structs.replace(base, recipe="titan-mac-tiny", model=titan_mac.Config.sizes("tiny"))
+
+
+def titan_mac_seed() -> Config:
+    """d_model 512, 6 layers, 8 memories a layer, segments of 512 of rows of 2,048 bytes."""
+    return Config(
+        recipe="titan-mac",
+        model=titan_mac.Config.sizes("seed"),
+        optim=Optim(lr=1e-3),
+        train=Train(steps=2000, batch_size=16, eval_every=500),
+    )
+
+
 RECIPES: dict[str, Callable[[], Config]] = {
     "llm-med": llm_med_small,
     "llm-med-tiny": llm_med_tiny,
     "llm-med-base": llm_med_base,
     "byte-spectral": byte_spectral_small,
     "byte-spectral-tiny": byte_spectral_tiny,
+    "titan-mac": titan_mac_seed,
+    "titan-mac-tiny": titan_mac_tiny,
 }
 
 

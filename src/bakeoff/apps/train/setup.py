@@ -27,6 +27,7 @@ from bakeoff.apps.train.timing import Timer
 from bakeoff.models import build
 from bakeoff.models.byte_spectral import ByteSpectralLM
 from bakeoff.models.llm_med import LLMMed
+from bakeoff.models.titan_mac import TitanMAC
 
 __all__ = ["Inputs", "open_inputs", "select", "set_up"]
 
@@ -82,7 +83,7 @@ def set_up(
         yield context
 
 
-def _model(config: Config, inputs: Inputs, device: torch.device) -> LLMMed | ByteSpectralLM:
+def _model(config: Config, inputs: Inputs, device: torch.device) -> LLMMed | ByteSpectralLM | TitanMAC:
     """The model on its device, fresh or with the checkpoint's weights, once it is known not to leak."""
     torch.manual_seed(config.train.seed)
     with memory_errors("while the model was built", "make model.d_model or model.layers smaller"):

@@ -14,6 +14,7 @@ from bakeoff.apps.train.config import Config, Optim
 from bakeoff.graphs import CapturedStep, NotCapturable, capture_step
 from bakeoff.models.byte_spectral import ByteSpectralLM
 from bakeoff.models.llm_med import LLMMed
+from bakeoff.models.titan_mac import TitanMAC
 from bakeoff.optim import AdamW
 from bakeoff.parallel import ALONE, World, replicas, sharded, total_norm
 from bakeoff.select.choose.policy import untuned
@@ -65,7 +66,7 @@ class Stepper:
 
     def __init__(
         self,
-        model: LLMMed | ByteSpectralLM,
+        model: LLMMed | ByteSpectralLM | TitanMAC,
         config: Config,
         device: torch.device,
         world: World = ALONE,

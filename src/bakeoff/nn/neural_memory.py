@@ -1,0 +1,254 @@
+"""A memory that learns while it reads: a small MLP of each row and head, trained token by token.
+
+Shapes: B rows, T time, D dim, h heads, E = D / h, H = expansion E, G = B h groups.
+"""
+
+import math
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bakeoff.nn.last_layer import last_layer_stream
+from bakeoff.nn.memory_state import NeuralMemoryState, outliving
+from bakeoff.nn.norm import RMSNorm
+from bakeoff.ops.memory_scan import Memory, MemoryState, memory_stream
+from bakeoff.ops.rms_norm import rms_norm
+from bakeoff.ops.short_conv import short_conv
+
+__all__ = ["NeuralMemory", "Projected", "Read", "unit"]
+
+Read = Literal["after", "before", "chunk"]
+_TAPS = 4
+"""Of the short convolution."""
+
+
+class Projected(nn.Module):
+    """SiLU of a short causal convolution of W x: x [B, T, D] to [B, T, parts D], at first without mixing."""
+
+    def __init__(self, dim: int, parts: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(dim, parts * dim, bias=False)
+        self.short = nn.Parameter(torch.zeros(parts * dim, _TAPS))
+        with torch.no_grad():
+            self.short[:, -1] = 1.0
+
+    def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The result, and the state [B, taps - 1, parts D] with which the next piece goes on."""
+        mixed = self.linear(x)
+        before = None if state is None else state.to(mixed.dtype)
+        return short_conv(mixed, self.short, activation="silu", state=before)
+
+
+def unit(x: Tensor, heads: int) -> Tensor:
+    """x [B, T, n D] as [B, T, n h, E], every head divided by sqrt(|x|^2 + 1e-6 E), so of length 1."""
+    x = x.unflatten(-1, (heads, -1))
+    weight = torch.full(x.shape[-1:], x.shape[-1] ** -0.5, dtype=x.dtype, device=x.device)
+    out: Tensor = rms_norm(x, weight)  # type: ignore[assignment]
+    return out
+
+
+class NeuralMemory(nn.Module):
+    """y_t = norm(M_t(q_t)), M a two-layer MLP per row and head that learns k_t -> v_t by gradient descent.
+
+    With u_t the gradient of mean |M(k_t) - v_t|^2 over the head's width, taken at the memory of the start of
+    t's chunk: S_t = decay_t S_{t-1} - lr_t u_t, M_t = (1 - forget_t) M_{t-1} + S_t. q, k, v are SiLU of a
+    short convolution of projections of x; q and k have length 1. lr, decay and forget are learned functions
+    of x per token and head. M begins at learned values, S at 0; both belong to one row alone.
+
+    Args:
+        dim: D, a multiple of heads.
+        heads: h memories a row, each of E = D / h inputs and outputs.
+        expansion: hidden units of a memory over E.
+        chunk: tokens that share the memory at which gradients are taken; 1 is exact online descent.
+        read: "after": y_t is read from M_t, "before": from M_{t-1}, "chunk": from the memory at the start of
+            t's chunk. All are causal.
+        max_lr: lr = max_lr * sigmoid(.), > 0.
+        decay, forget: what these gates begin with, in (0, 1).
+        momentum: False sets decay = 0: S_t = -lr_t u_t.
+        per_token: False makes the gates learned constants of a head.
+        ascent: turns the sign of the inner gradient (an ablation).
+        learns: "all" of the memory or its "last" layer alone, the first being an ordinary parameter then.
+
+    `forward(x, state=None)` takes x [B, T, D] of any T >= 1 and returns (y [B, T, D], state): whole rows, or
+    pieces that each go on with the state of the one before, give the same y. The memory learns under no_grad
+    and inference_mode, too.
+
+    Raises ValueError for settings outside these ranges, x of another shape, a state of another configuration
+    or another number of rows.
+
+    Source: Behrouz et al. 2024, Titans: Learning to Memorize at Test Time, sections 3.1 and 4.4.
+
+    >>> memory = NeuralMemory(16, heads=2, chunk=4)
+    >>> x = torch.randn(3, 10, 16)
+    >>> whole, _ = memory(x)
+    >>> first, state = memory(x[:, :7])
+    >>> rest, _ = memory(x[:, 7:], state)
+    >>> torch.allclose(torch.cat([first, rest], dim=1), whole, atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 1,
+        expansion: int = 2,
+        chunk: int = 64,
+        read: Read = "after",
+        *,
+        max_lr: float = 0.1,
+        decay: float = 0.9,
+        forget: float = 0.01,
+        momentum: bool = True,
+        per_token: bool = True,
+        ascent: bool = False,
+        learns: Literal["all", "last"] = "all",
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        _check(dim, heads, expansion, chunk, read, max_lr, decay, forget, learns)
+        self.dim, self.heads, self.chunk, self.read = dim, heads, chunk, read
+        self.max_lr, self.momentum, self.ascent, self.learns = max_lr, momentum, ascent, learns
+        E, H = dim // heads, expansion * (dim // heads)
+        self.qkv = Projected(dim, 3)
+        starts = torch.tensor([0.0, _logit(forget), *([_logit(decay)] if momentum else [])])
+        bias = starts[:, None].expand(-1, heads).flatten().clone()
+        self.gates = nn.Linear(dim, len(bias)) if per_token else None
+        if self.gates is None:
+            self.gate_bias = nn.Parameter(bias)
+        else:
+            with torch.no_grad():
+                self.gates.bias.copy_(bias)
+        self.w1 = nn.Parameter(torch.randn(heads, H, E) * math.sqrt(2 / (E + H)))
+        self.b1 = nn.Parameter(torch.zeros(heads, H))
+        self.w2 = nn.Parameter(torch.randn(heads, E, H) * math.sqrt(2 / (E + H)))
+        self.b2 = nn.Parameter(torch.zeros(heads, E))
+        self.norm = RMSNorm(E, norm_eps)
+        self.config = (
+            f"dim={dim} heads={heads} expansion={expansion} chunk={chunk} read={read} momentum={momentum} "
+            f"per_token={per_token} ascent={ascent} learns={learns}"
+        )
+
+    def start(self, x: Tensor) -> NeuralMemoryState:
+        """The state before the first token of rows such as x [B, T, D]."""
+        w1, b1, w2, b2 = (_own(p, x.shape[0]) for p in (self.w1, self.b1, self.w2, self.b2))
+        memory = w1, b1, w2, b2
+        at_rest = torch.zeros_like(w1), torch.zeros_like(b1), torch.zeros_like(w2), torch.zeros_like(b2)
+        conv = x.new_zeros(x.shape[0], _TAPS - 1, 3 * self.dim)
+        return NeuralMemoryState(self.config, MemoryState(memory, at_rest, memory), conv)
+
+    def reset(self, state: NeuralMemoryState, rows: Tensor) -> NeuralMemoryState:
+        """`state` with the rows chosen by the bool tensor rows [B] as before their first token.
+
+        Nothing waits for the device. Where the state is within a chunk, a reset row's first chunk is what is
+        left of that.
+        """
+        self._check_state(state, rows.shape[0])
+        groups = rows.repeat_interleave(self.heads, output_size=rows.shape[0] * self.heads)
+        fresh, tensors = self.start(state.conv).tensors(), state.tensors()
+        for name, old in tensors.items():
+            chosen = (rows if name == "conv" else groups).view(-1, *[1] * (old.ndim - 1))
+            tensors[name] = torch.where(chosen, fresh[name].to(old.dtype), old)
+        return state.of(tensors)
+
+    def recall(self, q: Tensor, memory: Memory) -> Tensor:
+        """norm(M(q)) [B, T, D] of q [B, T, h, E], each of length 1, from memories that stay as they are."""
+        w1, b1, w2, b2 = (w.to(q.dtype) for w in memory)
+        hidden = F.silu(torch.baddbmm(b1[:, None], _grouped(q), w1.mT))
+        return self._normed(torch.baddbmm(b2[:, None], hidden, w2.mT), q.shape[0])
+
+    def forward(self, x: Tensor, state: NeuralMemoryState | None = None) -> tuple[Tensor, NeuralMemoryState]:
+        """(y [B, T, D], the state after x) of x [B, T, D], which goes on from `state`."""
+        if x.ndim != 3 or x.shape[-1] != self.dim or not x.numel():
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected [B, T, {self.dim}] of at least one token")
+        if state is None:
+            state = self.start(x)
+        else:
+            self._check_state(state, x.shape[0])
+        qkv, conv = self.qkv(x, state.conv)
+        qk = unit(qkv[..., : 2 * self.dim], 2 * self.heads)
+        q, k = _grouped(qk[:, :, : self.heads]), _grouped(qk[:, :, self.heads :])
+        v = _grouped(qkv[..., 2 * self.dim :].unflatten(-1, (self.heads, -1)))
+        stream = memory_stream if self.learns == "all" else last_layer_stream
+        y, scan = stream(q, k, v, *self._gates(x), state.scan, chunk=self.chunk, read=self.read)
+        after = NeuralMemoryState(self.config, scan, conv)
+        if torch.is_inference_mode_enabled():
+            after = after.of({name: outliving(tensor) for name, tensor in after.tensors().items()})
+        return self._normed(y, x.shape[0]), after
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Learning rate, decay of the momentum and share forgotten of x [B, T, D], each [G, T] in float32 or
+        wider."""
+        if self.gates is not None:
+            raw = self.gates(x)
+        else:
+            raw = self.gate_bias.expand(*x.shape[:2], -1)
+        raw = raw.to(torch.promote_types(raw.dtype, torch.float32)).unflatten(-1, (-1, self.heads))
+        lr, forget, *decay = raw.permute(2, 0, 3, 1).flatten(1, 2).sigmoid().unbind(0)
+        rate = (-1 if self.ascent else 1) * self.max_lr * self.heads / self.dim  # of the mean over E
+        return rate * lr, decay[0] if decay else torch.zeros_like(lr), forget
+
+    def _normed(self, y: Tensor, rows: int) -> Tensor:
+        """y [G, T, E], every head normalised, as [B, T, D]."""
+        y = y.unflatten(0, (rows, self.heads)).transpose(1, 2)
+        out: Tensor = self.norm(y).flatten(2)  # type: ignore[union-attr]
+        return out
+
+    def _check_state(self, state: NeuralMemoryState, rows: int) -> None:
+        if not isinstance(state, NeuralMemoryState):
+            raise TypeError(f"state must be a NeuralMemoryState, got {type(state).__name__}")
+        if state.config != self.config:
+            raise ValueError(
+                f"state is of another NeuralMemory, {state.config}; this one is {self.config}: begin with "
+                "state=None"
+            )
+        if state.rows != rows:
+            raise ValueError(
+                f"x has {rows} rows, the state {state.rows}: carry on the same rows, or begin with state=None"
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.config} max_lr={self.max_lr}"
+
+
+def _grouped(x: Tensor) -> Tensor:
+    """x [B, T, h, E] as [G, T, E]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _own(parameter: Tensor, rows: int) -> Tensor:
+    """A copy [G, ...] of the initial memory [h, ...] for every row, in float32 or wider."""
+    wide = parameter.to(torch.promote_types(parameter.dtype, torch.float32))
+    return wide.expand(rows, *wide.shape).flatten(0, 1)
+
+
+def _logit(share: float) -> float:
+    return math.log(share / (1 - share))
+
+
+def _check(
+    dim: int,
+    heads: int,
+    expansion: int,
+    chunk: int,
+    read: str,
+    max_lr: float,
+    decay: float,
+    forget: float,
+    learns: str,
+) -> None:
+    for name, size in (("dim", dim), ("heads", heads), ("expansion", expansion), ("chunk", chunk)):
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
+    if dim % heads:
+        raise ValueError(f"dim={dim} must be a multiple of heads={heads}")
+    if read not in get_args(Read):
+        raise ValueError(f"read={read!r} must be one of {', '.join(get_args(Read))}")
+    if learns not in ("all", "last"):
+        raise ValueError(f"learns={learns!r} must be 'all' or 'last'")
+    if not 0.0 < max_lr < math.inf:
+        raise ValueError(f"max_lr={max_lr} must be positive and finite: 0.1 is usual, 0 would never write")
+    for name, share in (("decay", decay), ("forget", forget)):
+        if not 0.0 < share < 1.0:
+            raise ValueError(f"{name}={share} must be in (0, 1): gates begin there and are learned")
