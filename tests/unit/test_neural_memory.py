@@ -186,7 +186,9 @@ def test_it_comes_to_know_what_it_is_told_often() -> None:
     """And with the inner gradient's sign turned the opposite."""
     errors = {}
     for ascent in (False, True):
-        memory = NeuralMemory(16, heads=2, chunk=4, decay=0.5, forget=1e-6, max_lr=1.0, ascent=ascent).double()
+        memory = NeuralMemory(
+            16, heads=2, chunk=4, decay=0.5, forget=1e-6, max_lr=1.0, ascent=ascent
+        ).double()
         x = torch.randn(1, 1, 16, dtype=torch.float64).expand(1, 24, 16)
         qkv = memory.qkv(x, None)[0][:, -1].unflatten(-1, (3, 2, 8))  # the short convolution sees x alone
         k, v = torch.nn.functional.normalize(qkv[0, 1], dim=-1), qkv[0, 2]
@@ -205,7 +207,7 @@ def test_at_first_a_memory_keeps_most_of_what_it_holds() -> None:
     x = torch.randn(2, 64, 16)
     _, _, forget = memory._gates(x)
     kept = (1 - forget).prod(dim=1)
-    assert 0.4 < float(kept.min().detach())
+    assert float(kept.min().detach()) > 0.4
     assert float(kept.max().detach()) < 0.65
     _, state = memory(x[:, :16])
     assert state.memory[0].norm() > 0.8 * memory.start(x).memory[0].norm()
@@ -229,7 +231,9 @@ def test_a_small_error_writes_little() -> None:
     start = memory.start(tokens(1)).memory
     k = torch.nn.functional.normalize(torch.randn(2, 4, 8, dtype=torch.float64), dim=-1)
     known = torch.baddbmm(
-        start[3][:, None], torch.nn.functional.silu(torch.baddbmm(start[1][:, None], k, start[0].mT)), start[2].mT
+        start[3][:, None],
+        torch.nn.functional.silu(torch.baddbmm(start[1][:, None], k, start[0].mT)),
+        start[2].mT,
     )
     gate, rest = torch.full((2, 4), 0.1, dtype=torch.float64), tuple(torch.zeros_like(w) for w in start)
     none = torch.zeros_like(gate)
@@ -240,7 +244,7 @@ def test_a_small_error_writes_little() -> None:
     torch.testing.assert_close(1e6 * moved[1e-8], moved[1e-2], rtol=1e-5, atol=1e-9)
 
 
-# states ------------------------------------------------------------------------------------------------------
+# states ---------------------------------------------------------------------------------------------------
 
 
 def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -251,7 +255,7 @@ def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
     assert (loaded.config, loaded.scan.filled, loaded.rows) == (state.config, 2, 3)
     assert torch.equal(memory(x[:, 6:], loaded)[0], memory(x[:, 6:], state)[0])
     torch.save({}, tmp_path / "other")
-    with pytest.raises(ValueError, match=r"other holds no state of a NeuralMemory: give what state.save wrote"):
+    with pytest.raises(ValueError, match=r"other holds no state of a NeuralMemory: give what its save wrote"):
         NeuralMemoryState.load(tmp_path / "other")
 
 
@@ -294,7 +298,9 @@ def test_a_state_of_another_batch_or_configuration_is_refused() -> None:
     _, state = memory(x)
     with pytest.raises(ValueError, match=r"x has 2 rows, the state 3: carry on the same rows, or begin with"):
         memory(x[:2], state)
-    with pytest.raises(ValueError, match=r"state is of another NeuralMemory, .*chunk=4.*this one is .*chunk=8"):
+    with pytest.raises(
+        ValueError, match=r"state is of another NeuralMemory, .*chunk=4.*this one is .*chunk=8"
+    ):
         NeuralMemory(16, heads=2, chunk=8)(x.float(), state)
     with pytest.raises(ValueError, match=r"x has 2 rows, the state 3"):
         memory.reset(state, torch.tensor([True, False]))
@@ -323,11 +329,11 @@ def test_settings_outside_their_range_are_refused(settings: dict[str, Any], mess
 
 @pytest.mark.parametrize("shape", [(3, 16), (2, 3, 8), (2, 0, 16)])
 def test_input_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"expected \[B, T, 16\] of at least one token"):
+    with pytest.raises(ValueError, match=r"expected \[B, T, 16\], at least one token"):
         NeuralMemory(16)(torch.zeros(shape))
 
 
-# training ----------------------------------------------------------------------------------------------------
+# training -------------------------------------------------------------------------------------------------
 
 
 def test_many_heads_step_and_load_like_one() -> None:

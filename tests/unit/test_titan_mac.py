@@ -75,7 +75,7 @@ def test_untrained_loss_is_that_of_a_blind_guess() -> None:
     assert loss.item() == pytest.approx(math.log(256), abs=0.15)
 
 
-# causality ---------------------------------------------------------------------------------------------------
+# causality ------------------------------------------------------------------------------------------------
 
 
 @EVERY
@@ -98,7 +98,9 @@ def test_the_leak_guard_lets_it_pass_with_any_parameters(changes: dict[str, Any]
     bakeoff.assert_causal(perturbed(torch.float32, **changes), length=20, samples=2)
 
 
-@pytest.mark.parametrize(("changes", "reach"), [({}, None), ({"gate": "segment"}, None), ({"memory": False}, 0)])
+@pytest.mark.parametrize(
+    ("changes", "reach"), [({}, None), ({"gate": "segment"}, None), ({"memory": False}, 0)]
+)
 def test_memory_carries_what_attention_no_longer_sees(changes: dict[str, Any], reach: int | None) -> None:
     """Of one layer and segments of 8, position 23 attends to 16 and later ones."""
     model = perturbed(layers=1, **changes)
@@ -158,7 +160,7 @@ def test_memories_outlive_neither_a_step_nor_an_evaluation(variant: str) -> None
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-# decoding ----------------------------------------------------------------------------------------------------
+# decoding -------------------------------------------------------------------------------------------------
 
 
 @EVERY
@@ -247,7 +249,7 @@ def test_a_cache_is_of_one_model_and_one_batch() -> None:
     assert model.decode(ids[:, :1], cache).shape == (2, 1, 256)
 
 
-# numbers -----------------------------------------------------------------------------------------------------
+# numbers --------------------------------------------------------------------------------------------------
 
 
 @EVERY
@@ -331,7 +333,7 @@ def test_it_trains(variant: str) -> None:
     assert losses[-1] < 1.1 * math.log(4) < losses[0]
 
 
-# configuration and applications ------------------------------------------------------------------------------
+# configuration and applications ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -344,7 +346,7 @@ def test_it_trains(variant: str) -> None:
         ({"segment": 10}, "segment=10 must be a multiple of chunk=4, .*chunk=2 is"),
         ({"variant": "mal"}, "variant='mal' must be one of mac, mag, lmm"),
         ({"gate": "none"}, "gate='none' must be one of token, segment"),
-        ({"learns": "first"}, "learns='first' must be all or last"),
+        ({"learns": "first"}, "learns='first' must be one of all, last"),
         ({"max_lr": 0.0}, "max_lr=0 must be positive"),
         ({"variant": "lmm", "memory": False}, "mixes no time: use mac or mag without memory"),
         ({"norm_eps": math.nan}, "norm_eps=nan must be a finite number, not negative"),

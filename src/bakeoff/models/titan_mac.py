@@ -1,13 +1,13 @@
 """TitanMAC: attention over one segment at a time, and beyond it a memory that learns while it reads.
 
-Every block has a `bakeoff.nn.NeuralMemory` beside its attention (Behrouz et al. 2024, Titans). As its "context"
-(mac), a segment attends to what the memory, as it was before the segment, recalls at its positions; the memory
-then learns from what attention gave. As a "gate" (mag), attention over a sliding window is multiplied by what
-the memory reads. Alone (lmm), the memory is all that mixes time.
+Every block has a `bakeoff.nn.NeuralMemory` beside its attention (Behrouz et al. 2024, Titans). As "context"
+(mac), a segment attends to what the memory, as it was before the segment, recalls at its positions; the
+memory then learns from what attention gave. As a "gate" (mag), attention over a sliding window is multiplied
+by what the memory reads. Alone (lmm), the memory is all that mixes time.
 
 Causal by construction: what is recalled at a position is visible from that position on alone, and the memory
-read for a position's output has learned from earlier positions alone. Whole rows go through the very code that
-decoding goes through, segment by segment.
+read for a position's output has learned from earlier positions alone. Whole rows go through the very code
+that decoding goes through, segment by segment.
 
 Shapes: B rows, T time, D d_model, H heads, E = D / H, S segment, P persistent.
 """
@@ -34,6 +34,7 @@ __all__ = ["SIZES", "Cache", "Config", "TitanMAC"]
 Size = Literal["tiny", "byte", "seed", "base"]
 Variant = Literal["mac", "mag", "lmm"]
 Gate = Literal["token", "segment"]
+Learns = Literal["all", "last"]
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"d_model": 128, "layers": 2, "heads": 4, "segment": 64, "persistent": 4, "max_seq_len": 256},
@@ -77,7 +78,7 @@ class Config(
     """The memories' rates are functions of the token; False: constants of a head."""
     ascent: bool = False
     """The memories climb their loss (an ablation)."""
-    learns: Literal["all", "last"] = "all"
+    learns: Learns = "all"
     """Layers of a memory that learn while it reads."""
     max_lr: float = 0.1
     """Largest learning rate of the memories."""
@@ -92,7 +93,7 @@ class Config(
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, kind in (("variant", Variant), ("gate", Gate)):
+        for name, kind in (("variant", Variant), ("gate", Gate), ("learns", Learns)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(kind))}")
         for name in ("vocab", "d_model", "layers", "heads", "segment", "expansion", "chunk", "max_seq_len"):
@@ -101,13 +102,14 @@ class Config(
         for name in ("d_ff", "persistent"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if self.learns not in ("all", "last"):
-            raise ValueError(f"learns={self.learns!r} must be all or last")
-        if self.dropout >= 1.0:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
         for name in ("rope_base", "max_lr"):
             if getattr(self, name) == 0.0:
                 raise ValueError(f"{name}=0 must be positive")
+        if self.dropout >= 1.0:
+            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        self._check_shape()
+
+    def _check_shape(self) -> None:
         pair = 2 * self.heads
         if self.d_model % pair:
             raise ValueError(
@@ -274,11 +276,12 @@ class AsContext(nn.Module):
         if self.memory is None:
             return y
         gate, past.memory = self.memory(y, past.memory)
-        return y * gate.sigmoid()
+        gated: Tensor = y * gate.sigmoid()
+        return gated
 
 
 class AsGate(nn.Module):
-    """mag: out(y * sigmoid(what memory reads at x)), y = attention to persistent and to the last S positions."""
+    """mag: out(y * sigmoid(what memory reads at x)), y = attention to persistent and the last S positions."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -467,18 +470,16 @@ class TitanMAC(Generates, HasRotaryTables):
         6 per weight of a matrix product, 12 * d_model for each key that a query attends to, and three times
         those of a memory's forward: 22 E H and 4 chunk (E + H) a head.
         """
-        config = self.config
-        products = sum(
-            m.weight.numel() * (2 if config.variant == "mac" and config.memory and name[-2:] in (".k", ".v") else 1)
-            for name, m in self.named_modules()
-            if isinstance(m, nn.Linear)
-        )
+        config, mac = self.config, self.config.variant == "mac"
+        products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        if mac and config.memory:  # keys and values of what is recalled, too
+            products += 2 * config.layers * config.d_model**2
         products += self.embed.weight.numel() if self.head is None else 0
         near = min(length, config.segment)
-        keys = config.persistent + {"mac": (1 + config.memory) * near / 2, "mag": near, "lmm": 0}[config.variant]
+        keys = {"mac": (1 + config.memory) * near / 2, "mag": near, "lmm": -config.persistent}[config.variant]
+        attending = 12 * config.d_model * (config.persistent + keys)
         E, H, b = config.head_dim, config.expansion * config.head_dim, min(config.chunk, length)
         memory = 3 * config.heads * (22 * E * H + 4 * b * (E + H)) * config.memory
-        attending = 0 if config.variant == "lmm" else 12 * config.d_model * keys
         return int(6 * products + config.layers * (attending + memory))
 
     def make_cache(self) -> Cache:

@@ -40,8 +40,10 @@ def last_layer_stream(
         if filled == 0:
             start = memory
         part = slice(begin, end)
-        rates = (gate[:, part] for gate in (lr, decay, forget))
-        y, memory, momentum = _piece(q[:, part], k[:, part], v[:, part], *rates, start, memory, momentum, read)
+        weights = _coefficients(lr[:, part], decay[:, part], forget[:, part])
+        y, memory, momentum = _piece(
+            q[:, part], k[:, part], v[:, part], weights, start, memory, momentum, read
+        )
         out.append(y.to(dtype))
         begin, filled = end, (filled + end - begin) % chunk
     kept = MemoryState((*first, *memory), (*state.momentum[:2], *momentum), (*first, *start), filled)
@@ -52,16 +54,14 @@ def _piece(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lr: Tensor,
-    decay: Tensor,
-    forget: Tensor,
+    weights: tuple[Tensor, ...],
     start: Linear,
     memory: Linear,
     momentum: Linear,
     read: str,
 ) -> tuple[Tensor, Linear, Linear]:
-    """Tokens of one chunk, of features q and k [G, b, H]."""
-    beta, f, m, n, G = _coefficients(lr, decay, forget)
+    """Tokens of one chunk, of features q and k [G, b, H]; `weights` as of `_coefficients`."""
+    beta, f, m, n, G = weights
     dy = 2 * (_answer(start, k) - v)
     if read == "chunk":
         out = _answer(start, q)
@@ -82,9 +82,9 @@ def _answer(layer: tuple[Tensor, ...], x: Tensor) -> Tensor:
     return torch.baddbmm(layer[1][:, None], x, layer[0].mT)
 
 
-def _coefficients(lr: Tensor, decay: Tensor, forget: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """beta, f, m [G, b] and n, G [G, b, b]: what the memory and the momentum before, and each token's gradient,
-    weigh in the momentum (m, n) and in the memory (beta, f, G) after each token."""
+def _coefficients(lr: Tensor, decay: Tensor, forget: Tensor) -> tuple[Tensor, ...]:
+    """beta, f, m [G, b] and n, G [G, b, b]: what the memory and the momentum before, and each token's
+    gradient, weigh in the momentum (m, n) and in the memory (beta, f, G) after each token."""
     kept, slowed = _products(1 - forget), _products(decay)
     n = slowed * lr[:, None, :]
     m = decay.cumprod(1)

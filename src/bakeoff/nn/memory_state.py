@@ -48,7 +48,9 @@ class NeuralMemoryState:
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name."""
         parts = zip(_PARTS, self.scan[:3], strict=True)
-        named = {f"{part}.{name}": w for part, memory in parts for name, w in zip(_WEIGHTS, memory, strict=True)}
+        named = {
+            f"{part}.{name}": w for part, memory in parts for name, w in zip(_WEIGHTS, memory, strict=True)
+        }
         return {**named, "conv": self.conv}
 
     def of(self, tensors: dict[str, Tensor]) -> "NeuralMemoryState":
@@ -82,12 +84,12 @@ class NeuralMemoryState:
             empty = MemoryState((), (), (), int(metadata["filled"]))  # type: ignore[arg-type]
             return cls(metadata["config"], empty, tensors["conv"]).of(tensors)
         except (KeyError, safetensors.SafetensorError) as error:
-            raise ValueError(f"{path} holds no state of a NeuralMemory: give what state.save wrote") from error
+            raise ValueError(f"{path} holds no state of a NeuralMemory: give what its save wrote") from error
 
 
 def outliving(tensor: Tensor) -> Tensor:
     """`tensor`, or where it was made under inference_mode a copy that may be used outside of it, too."""
-    if not torch.is_inference_mode_enabled():
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return tensor
     with torch.inference_mode(False):
         return tensor.clone()

@@ -161,7 +161,7 @@ class NeuralMemory(nn.Module):
     def forward(self, x: Tensor, state: NeuralMemoryState | None = None) -> tuple[Tensor, NeuralMemoryState]:
         """(y [B, T, D], the state after x) of x [B, T, D], which goes on from `state`."""
         if x.ndim != 3 or x.shape[-1] != self.dim or not x.numel():
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected [B, T, {self.dim}] of at least one token")
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected [B, T, {self.dim}], at least one token")
         if state is None:
             state = self.start(x)
         else:
@@ -173,17 +173,13 @@ class NeuralMemory(nn.Module):
         stream = memory_stream if self.learns == "all" else last_layer_stream
         y, scan = stream(q, k, v, *self._gates(x), state.scan, chunk=self.chunk, read=self.read)
         after = NeuralMemoryState(self.config, scan, conv)
-        if torch.is_inference_mode_enabled():
-            after = after.of({name: outliving(tensor) for name, tensor in after.tensors().items()})
-        return self._normed(y, x.shape[0]), after
+        kept = {name: outliving(tensor) for name, tensor in after.tensors().items()}
+        return self._normed(y, x.shape[0]), after.of(kept)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Learning rate, decay of the momentum and share forgotten of x [B, T, D], each [G, T] in float32 or
         wider."""
-        if self.gates is not None:
-            raw = self.gates(x)
-        else:
-            raw = self.gate_bias.expand(*x.shape[:2], -1)
+        raw = self.gates(x) if self.gates is not None else self.gate_bias.expand(*x.shape[:2], -1)
         raw = raw.to(torch.promote_types(raw.dtype, torch.float32)).unflatten(-1, (-1, self.heads))
         lr, forget, *decay = raw.permute(2, 0, 3, 1).flatten(1, 2).sigmoid().unbind(0)
         rate = (-1 if self.ascent else 1) * self.max_lr * self.heads / self.dim  # of the mean over E
@@ -192,7 +188,7 @@ class NeuralMemory(nn.Module):
     def _normed(self, y: Tensor, rows: int) -> Tensor:
         """y [G, T, E], every head normalised, as [B, T, D]."""
         y = y.unflatten(0, (rows, self.heads)).transpose(1, 2)
-        out: Tensor = self.norm(y).flatten(2)  # type: ignore[union-attr]
+        out: Tensor = self.norm(y).flatten(2)
         return out
 
     def _check_state(self, state: NeuralMemoryState, rows: int) -> None:
