@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bakeoff.ops.memory_scan import MemoryState
+from bakeoff.ops.memory_scan.plain import coefficients
 
 __all__ = ["last_layer_stream"]
 
-_LEAST = 1e-30  # of what is kept of a step: below, its logarithm would be infinite
 Linear = tuple[Tensor, Tensor]
 """(W2 [G, E, H], b2 [G, E])"""
 
@@ -40,7 +40,7 @@ def last_layer_stream(
         if filled == 0:
             start = memory
         part = slice(begin, end)
-        weights = _coefficients(lr[:, part], decay[:, part], forget[:, part])
+        weights = coefficients(lr[:, part], decay[:, part], forget[:, part])
         y, memory, momentum = _piece(
             q[:, part], k[:, part], v[:, part], weights, start, memory, momentum, read
         )
@@ -60,17 +60,17 @@ def _piece(
     momentum: Linear,
     read: str,
 ) -> tuple[Tensor, Linear, Linear]:
-    """Tokens of one chunk, of features q and k [G, b, H]; `weights` as of `_coefficients`."""
-    beta, f, m, n, G = weights
+    """Tokens of one chunk, of features q and k [G, b, H]; `weights` as of `coefficients`."""
+    beta, f, G, slower, n = weights
     dy = 2 * (_answer(start, k) - v)
     if read == "chunk":
         out = _answer(start, q)
     else:
-        by, fy, Gy = (beta, f, G) if read == "after" else _one_earlier(beta, f, G)
-        learned = (Gy * (q @ k.mT + 1)) @ dy
-        out = by[..., None] * _answer(memory, q) + fy[..., None] * _answer(momentum, q) - learned
-    keep, moved, slower = beta[:, -1, None], f[:, -1, None], m[:, -1, None]
-    added, pushed = G[:, -1, :, None] * dy, n[:, -1, :, None] * dy
+        rows = slice(1, None) if read == "after" else slice(-1)
+        learned = (G[:, rows] * (q @ k.mT + 1)) @ dy
+        out = beta[:, rows, None] * _answer(memory, q) + f[:, rows, None] * _answer(momentum, q) - learned
+    keep, moved, slower = beta[:, -1, None], f[:, -1, None], slower[:, None]
+    added, pushed = G[:, -1, :, None] * dy, n[..., None] * dy
     (w, b), (s, t) = memory, momentum
     after = keep[..., None] * w + moved[..., None] * s - added.mT @ k, keep * b + moved * t - added.sum(1)
     then = slower[..., None] * s - pushed.mT @ k, slower * t - pushed.sum(1)
@@ -80,25 +80,3 @@ def _piece(
 def _answer(layer: tuple[Tensor, ...], x: Tensor) -> Tensor:
     """W x + b of x [G, T, H]."""
     return torch.baddbmm(layer[1][:, None], x, layer[0].mT)
-
-
-def _coefficients(lr: Tensor, decay: Tensor, forget: Tensor) -> tuple[Tensor, ...]:
-    """beta, f, m [G, b] and n, G [G, b, b]: what the memory and the momentum before, and each token's
-    gradient, weigh in the momentum (m, n) and in the memory (beta, f, G) after each token."""
-    kept, slowed = _products(1 - forget), _products(decay)
-    n = slowed * lr[:, None, :]
-    m = decay.cumprod(1)
-    return (1 - forget).cumprod(1), (kept @ m[..., None])[..., 0], m, n, kept @ n
-
-
-def _products(factors: Tensor) -> Tensor:
-    """[G, b, b]: for i <= t the product of factors [G, b] over i+1 .. t, else 0."""
-    logs = factors.clamp(min=_LEAST).log().cumsum(1)
-    b = factors.shape[1]
-    lower = torch.ones(b, b, dtype=torch.bool, device=factors.device).tril()
-    return (logs[:, :, None] - logs[:, None, :]).masked_fill(~lower, -torch.inf).exp()
-
-
-def _one_earlier(beta: Tensor, f: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The coefficients of the memory before each token."""
-    return F.pad(beta[:, :-1], (1, 0), value=1.0), F.pad(f[:, :-1], (1, 0)), F.pad(G[:, :-1], (0, 0, 1, 0))

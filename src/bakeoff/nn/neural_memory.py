@@ -110,6 +110,7 @@ class NeuralMemory(nn.Module):
         _check(dim, heads, expansion, chunk, read, max_lr, decay, forget, learns)
         self.dim, self.heads, self.chunk, self.read = dim, heads, chunk, read
         self.max_lr, self.momentum, self.ascent, self.learns = max_lr, momentum, ascent, learns
+        self.stream = memory_stream if learns == "all" else last_layer_stream
         E, H = dim // heads, expansion * (dim // heads)
         self.qkv = Projected(dim, 3)
         starts = torch.tensor([0.0, _logit(forget), *([_logit(decay)] if momentum else [])])
@@ -170,8 +171,7 @@ class NeuralMemory(nn.Module):
         qk = unit(qkv[..., : 2 * self.dim], 2 * self.heads)
         q, k = _grouped(qk[:, :, : self.heads]), _grouped(qk[:, :, self.heads :])
         v = _grouped(qkv[..., 2 * self.dim :].unflatten(-1, (self.heads, -1)))
-        stream = memory_stream if self.learns == "all" else last_layer_stream
-        y, scan = stream(q, k, v, *self._gates(x), state.scan, chunk=self.chunk, read=self.read)
+        y, scan = self.stream(q, k, v, *self._gates(x), state.scan, chunk=self.chunk, read=self.read)
         after = NeuralMemoryState(self.config, scan, conv)
         kept = {name: outliving(tensor) for name, tensor in after.tensors().items()}
         return self._normed(y, x.shape[0]), after.of(kept)
