@@ -1,8 +1,10 @@
 """Runs lint and test lanes, each in its own process, and ends with one line that counts them all.
 
-``python scripts/lanes.py lint unit interp`` runs those three; a failing one doesn't stop the next. The last
-line reads ``N passed, N failed, N skipped in S s (...)`` and is also left in build/lanes.txt. Tests marked
-``exhaustive`` are left out, and hypothesis tries fewer examples, unless ``--all`` is given.
+``python scripts/lanes.py lint unit interp`` runs those three, two at a time, so that no core waits while one
+starts or ends; a failing one doesn't stop the next. What a lane prints is shown once it is through; a lane
+alone prints as it goes. The last line reads ``N passed, N failed, N skipped in S s (...)`` and is also
+left in build/lanes.txt. Tests marked ``exhaustive`` are left out, and hypothesis tries fewer examples, unless
+``--all`` is given.
 """
 
 import os
@@ -11,12 +13,14 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-WORKERS = str(min(4, os.cpu_count() or 1))
+WORKERS = ["-n", "auto", "--maxprocesses", "4"]
 
 LINT = (
     ("ruff check", [sys.executable, "-m", "ruff", "check", "--quiet", "."]),
@@ -26,10 +30,10 @@ LINT = (
 )
 # Tests on one GPU would share its memory and disturb each other's graphs.
 OPTIONS = {
-    "unit": ["-n", WORKERS, "--dist", "loadfile", "--timeout", "300"],
-    "interp": ["-n", WORKERS, "--dist", "worksteal", "--timeout", "300"],
-    "compile": ["-n", WORKERS, "--dist", "worksteal", "--timeout", "300"],
-    "dist": ["-n", WORKERS, "--dist", "worksteal", "--timeout", "300"],
+    "unit": [*WORKERS, "--dist", "loadfile", "--timeout", "300"],
+    "interp": [*WORKERS, "--dist", "worksteal", "--timeout", "300"],
+    "compile": [*WORKERS, "--dist", "worksteal", "--timeout", "300"],
+    "dist": [*WORKERS, "--dist", "worksteal", "--timeout", "300"],
     "gpu": [],
 }
 QUICK = ["-m", "not exhaustive", "--hypothesis-profile", "quick"]
@@ -48,33 +52,55 @@ class Outcome:
     ok: bool = True
 
 
-def lint() -> Outcome:
+class Output:
+    """What one lane prints: into a file until the lane is through, or as it comes."""
+
+    def __init__(self, file: IO[str] | None) -> None:
+        self.file = file
+
+    def say(self, line: str) -> None:
+        print(line, file=self.file, flush=True)
+
+    def run(self, command: list[str]) -> int:
+        """The command's exit status."""
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        error = None if self.file is None else subprocess.STDOUT
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=self.file, stderr=error, check=False
+        ).returncode
+
+    def show(self) -> None:
+        if self.file is not None:
+            self.file.seek(0)
+            print(self.file.read(), end="", flush=True)
+
+
+def lint(output: Output) -> Outcome:
     """Run every linter; all of them, so that one run shows everything there is to repair."""
     start = time.monotonic()
     broken = []
     for name, command in LINT:
-        print(f"lint: {name}", flush=True)
-        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+        output.say(f"lint: {name}")
+        if output.run(command):
             broken.append(name)
     if broken:
-        print(f"lint: {', '.join(broken)} failed", flush=True)
+        output.say(f"lint: {', '.join(broken)} failed")
     return Outcome("lint", time.monotonic() - start, ok=not broken)
 
 
-def lane(name: str, selection: list[str]) -> Outcome:
+def lane(name: str, selection: list[str], output: Output) -> Outcome:
     """Run one folder of tests in a pytest process of its own and count what it did."""
     folder = ROOT / "tests" / name
     start = time.monotonic()
-    print(f"\n{name}", flush=True)
+    output.say(f"\n{name}")
     if not any(folder.glob("test_*.py")):
-        print(f"{name}: 0 run, it has no tests yet", flush=True)
+        output.say(f"{name}: 0 run, it has no tests yet")
         return Outcome(name, 0.0)
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         command = [sys.executable, "-m", "pytest", str(folder), "-q", "--durations=5", "--durations-min=1"]
         command += [f"--junitxml={report}", "-p", "no:cacheprovider", *OPTIONS[name], *selection]
-        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        status = output.run(command)
         outcome = Outcome(name, time.monotonic() - start, ok=status == 0)
         if report.exists():
             for suite in ET.parse(report).getroot().iter("testsuite"):
@@ -85,12 +111,31 @@ def lane(name: str, selection: list[str]) -> Outcome:
                 outcome.skipped += skipped
                 outcome.passed += total - failures - errors - skipped
     if not outcome.ok and not outcome.failed:
-        print(f"{name}: pytest ended with status {status} before it could count", flush=True)
+        output.say(f"{name}: pytest ended with status {status} before it could count")
         outcome.failed = 1
     return outcome
 
 
-def summary(outcomes: list[Outcome]) -> str:
+def run_all(names: list[str], selection: list[str]) -> list[Outcome]:
+    """The outcomes, in the order of `names`; two lanes run at a time."""
+
+    def run(name: str) -> Outcome:
+        with tempfile.TemporaryFile("w+") as file:
+            output = Output(file if len(names) > 1 else None)
+            try:
+                return lint(output) if name == "lint" else lane(name, selection, output)
+            finally:
+                output.show()
+
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            return list(pool.map(run, names))
+        except KeyboardInterrupt:  # which the lanes under way hear themselves
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def summary(outcomes: list[Outcome], seconds: float) -> str:
     """The closing line."""
     passed, failed, skipped = (
         sum(getattr(o, key) for o in outcomes) for key in ("passed", "failed", "skipped")
@@ -99,7 +144,6 @@ def summary(outcomes: list[Outcome]) -> str:
     for o in outcomes:
         came_to = o.passed + o.failed if o.lane != "lint" else "clean" if o.ok else "FAILED"
         each.append(f"{o.lane} {came_to} in {o.seconds:.0f} s")
-    seconds = sum(o.seconds for o in outcomes)
     return f"{passed} passed, {failed} failed, {skipped} skipped in {seconds:.0f} s ({', '.join(each)})"
 
 
@@ -111,8 +155,9 @@ def main(names: list[str]) -> int:
     if unknown or not names:
         print(f"usage: lanes.py [--all] [{'|'.join(['lint', *OPTIONS])}] ...", file=sys.stderr)
         return 2
-    outcomes = [lint() if name == "lint" else lane(name, selection) for name in names]
-    line = summary(outcomes)
+    start = time.monotonic()
+    outcomes = run_all(names, selection)
+    line = summary(outcomes, time.monotonic() - start)
     (ROOT / "build").mkdir(exist_ok=True)
     (ROOT / "build" / "lanes.txt").write_text(line + "\n")
     print(f"\n{line}", flush=True)

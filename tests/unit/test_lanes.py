@@ -1,6 +1,7 @@
 """The machinery of the test command: it counts everything, goes on after a failure, and hides nothing."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,7 +39,8 @@ def lanes(tmp_path: Path):
         done = subprocess.run(
             command,
             cwd=tmp_path,
-            env={key: value for key, value in os.environ.items() if key not in outer},
+            env={key: value for key, value in os.environ.items() if key not in outer}
+            | {"PYTEST_XDIST_AUTO_NUM_WORKERS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -50,20 +52,40 @@ def lanes(tmp_path: Path):
 
 
 def test_counts_and_goes_on_after_a_failure(lanes) -> None:
-    status, lines = lanes("unit", "dist", unit_a=FAILS + SKIPS, dist_b=PASSES)
+    status, lines = lanes("unit", "compile", unit_a=FAILS + SKIPS, compile_b=PASSES)
     assert status == 1
     assert lines[-1].startswith("1 passed, 1 failed, 1 skipped in ")
 
 
+def test_two_lanes_run_together_and_print_one_after_the_other(lanes) -> None:
+    body = (
+        "import pathlib, time\n"
+        "def test_a():\n"
+        "    pathlib.Path('{}').touch()\n"
+        "    while not pathlib.Path('{}').exists(): time.sleep(0.05)\n"
+        "    assert 0, 'said by {}'\n"
+    )
+    first, second = body.format("one", "two", "unit"), body.format("two", "one", "compile")
+    status, lines = lanes("unit", "compile", unit_a=first, compile_b=second)
+    assert status == 1
+    assert lines[-1].startswith("0 passed, 2 failed, 0 skipped in ")
+    _, *parts = re.split(r"^(unit|compile)$", "\n".join(lines), flags=re.MULTILINE)
+    said = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert {name: set(re.findall(r"said by (\w+)", text)) for name, text in said.items()} == {
+        "unit": {"unit"},
+        "compile": {"compile"},
+    }
+
+
 def test_all_well(lanes) -> None:
-    status, lines = lanes("dist", dist_a=PASSES)
+    status, lines = lanes("unit", unit_a=PASSES)
     assert status == 0
     assert lines[-1].startswith("1 passed, 0 failed, 0 skipped in ")
 
 
 @pytest.mark.parametrize("broken", ["import no_such_module", "import os; os.abort()", "def helper(): pass"])
 def test_a_lane_that_breaks_or_runs_nothing_fails(lanes, broken: str) -> None:
-    status, lines = lanes("dist", dist_a=broken)
+    status, lines = lanes("unit", unit_a=broken)
     assert status == 1
     assert lines[-1].startswith("0 passed, 1 failed, 0 skipped in ")
 
@@ -103,9 +125,9 @@ def test_one_configuration_of_a_kernel_is_enough_off_the_main_target(lanes) -> N
 
 
 def test_an_empty_lane_says_so(lanes) -> None:
-    status, lines = lanes("dist")
+    status, lines = lanes("unit")
     assert status == 0
-    assert "dist: 0 run, it has no tests yet" in lines
+    assert "unit: 0 run, it has no tests yet" in lines
 
 
 def test_unknown_lane(lanes) -> None:
@@ -177,7 +199,7 @@ def test_state_is_private(lanes, tmp_path: Path) -> None:
         "    assert 'BAKEOFF_POLICY' not in os.environ\n"
         "    pathlib.Path('place').write_text(str(cache))\n"
     )
-    status, lines = lanes("dist", dist_a=body)
+    status, lines = lanes("unit", unit_a=body)
     assert status == 0, lines
     place = (tmp_path / "place").read_text()
     assert place != os.environ["BAKEOFF_CACHE"]
