@@ -10,12 +10,13 @@ from torch import Tensor
 
 from bakeoff.ops import memory_scan
 from bakeoff.ops.memory_scan import OP, MemoryState, memory_stream
+from bakeoff.ops.memory_scan.chunked import chunked
 from bakeoff.ops.memory_scan.op import READS, draw
-from bakeoff.ops.memory_scan.plain import coefficients, eager
+from bakeoff.ops.memory_scan.plain import at_the_end, coefficients, eager
 from bakeoff.ops.memory_scan.reference import memory_scan as reference
 from bakeoff.select import TensorMeta
 
-PLAIN = pytest.mark.parametrize("fn", [reference, eager])
+PLAIN = pytest.mark.parametrize("fn", [reference, eager, chunked])
 
 
 def drawn(
@@ -40,7 +41,7 @@ def drawn(
 def step(fn: Any, args: Sequence[Tensor], *rest: Any) -> list[Tensor]:
     outputs = fn(*args, *rest)
     generator = torch.Generator().manual_seed(7)
-    dys = [torch.randn(y.shape, generator=generator, dtype=y.dtype) for y in outputs]
+    dys = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in outputs]
     return [*outputs, *torch.autograd.grad(outputs, args, dys, allow_unused=True)]
 
 
@@ -114,6 +115,15 @@ def test_coefficients_are_their_recurrences() -> None:
         torch.testing.assert_close(mine, truth, rtol=1e-12, atol=1e-12)
 
 
+def test_the_end_of_a_chunk_alone() -> None:
+    lr, decay, forget = (torch.rand(2, 13, dtype=torch.float64) for _ in range(3))
+    decay[0, 2], forget[1, 3], forget[0, 0] = 0, 1, 1
+    beta, f, G, m, n = coefficients(lr, decay, forget)
+    memory, momentum = at_the_end(lr, decay, forget)
+    torch.testing.assert_close(memory, (beta[:, -1], f[:, -1], G[:, -1]))
+    torch.testing.assert_close(momentum, (torch.zeros_like(m), m, n))
+
+
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("cuts", [[1] * 11, [3, 8], [4, 4, 3], [2, 1, 7, 1], [11]], ids=str)
 def test_pieces_equal_the_whole(cuts: list[int], read: str) -> None:
@@ -171,7 +181,7 @@ def test_nothing_stored_and_nothing_lost_is_a_plain_mlp(fn: Any) -> None:
     q, k, v, *parts, lr, decay, _ = drawn(2, 6, 3, 4, 2, grad=False)
     zeros = torch.zeros_like(lr)
     memory, still = parts[:4], [torch.zeros_like(p) for p in parts[:4]]
-    o, *state = fn(q, k, v, *memory, *still, zeros, decay, zeros, 4)
+    o, *state = fn(q, k, v, *memory, *still, zeros, decay, zeros, 4, "after")
     w1, b1, w2, b2 = memory
     hidden = torch.nn.functional.silu(q @ w1.mT + b1[:, None])
     torch.testing.assert_close(o, hidden @ w2.mT + b2[:, None])
@@ -222,7 +232,7 @@ def test_autocast_does_not_narrow_it() -> None:
 @pytest.mark.parametrize(("G", "T"), [(0, 4), (2, 0)])
 def test_nothing_to_do(fn: Any, G: int, T: int) -> None:
     args = drawn(G, T, 3, 4, 2)
-    o, *state = fn(*args, 4)
+    o, *state = fn(*args, 4, "after")
     assert o.shape == (G, T, 2)
     assert all(torch.equal(mine, start) for mine, start in zip(state, args[3:11], strict=True))
     assert torch.autograd.grad(sum(p.sum() for p in state), args[3])[0].shape == args[3].shape

@@ -5,14 +5,17 @@ from typing import Any
 import torch
 
 from bakeoff.ops.memory_scan import plain
+from bakeoff.ops.memory_scan.chunked import chunked
 from bakeoff.ops.memory_scan.reference import memory_scan as reference
-from bakeoff.select import Candidate, Case, Cost, Op, TensorMeta, register
+from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.abilities import kernel_candidate, needs_native
 from bakeoff.select.declare.arguments import FLOATING, REAL, Arguments, Choice, Number, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
 
 __all__ = ["OP"]
 
+_LONGEST = 128
 READS = ("after", "before", "chunk")
 _TOKENS = ("q", "k", "v", "lr", "decay", "forget")
 _SHAPES = {"w1": "G H D", "b1": "G H", "w2": "G V H", "b2": "G V"}
@@ -155,9 +158,25 @@ def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> torch.Tenso
 
 
 def heuristic(case: Case, regime: str) -> str:
-    """Plain PyTorch."""
-    del case, regime
-    return "eager"
+    """The kernels wherever they can run: they launch a tenth of what plain PyTorch does."""
+    del regime
+    return "triton" if case.device.startswith("cuda") and triton_supports(case) is None else "eager"
+
+
+def triton_supports(case: Case) -> str | None:
+    """Why the Triton kernels can't take `case`, or None."""
+    reason = needs_native(case)
+    if reason is None and case.q.numel * case.v.numel == 0:
+        reason = "empty q or v"
+    if reason is None and min(case.chunk, case.q.shape[1]) > _LONGEST:
+        reason = f"takes chunks of up to {_LONGEST} tokens, not {case.chunk}"
+    return reason
+
+
+def _triton() -> Implementation:
+    from bakeoff.ops.memory_scan.triton import memory_scan
+
+    return memory_scan
 
 
 OP = Op(
@@ -166,6 +185,8 @@ OP = Op(
     candidates=(
         Candidate("eager", plain.eager),
         Candidate("compiled", plain.compiled, supports=compiler_missing),
+        Candidate("chunked", chunked),
+        kernel_candidate("triton", _triton, triton_supports),
     ),
     check=check,
     bucket=bucket,

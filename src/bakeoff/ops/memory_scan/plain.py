@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from bakeoff.ops.memory_scan.gates import products, products_backward
 from bakeoff.select.declare.compiled import compiled as compile_formula
+
+Ends = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 
 __all__ = ["chunk_step", "coefficients", "compiled", "eager", "product_dtype", "working_dtype"]
 
@@ -92,8 +95,11 @@ def chunk_step(
     slope = mm(error, w2) * gate * (1 + z * (1 - gate))
     if read == "chunk":
         o = mm(F.silu(mm(q, w1.mT) + b1[:, None]), w2.mT) + b2[:, None]
-    beta, f, G, last, n = coefficients(lr, decay, forget)
-    if read != "chunk":
+    if read == "chunk":
+        ends = at_the_end(lr, decay, forget)
+    else:
+        beta, f, G, last, n = coefficients(lr, decay, forget)
+        ends = (beta[:, -1], f[:, -1], G[:, -1]), (torch.zeros_like(last), last, n)
         rows = slice(1, None) if read == "after" else slice(-1)
         own, pushed, weights = beta[:, rows, None], f[:, rows, None], G[:, rows]
         (w1, b1, w2, b2), (s1, c1, s2, c2) = memory, momentum
@@ -103,8 +109,7 @@ def chunk_step(
         seen = weights * (mm(hq, hidden.mT) + 1)
         o = own * (mm(hq, w2.mT) + b2[:, None]) + pushed * (mm(hq, s2.mT) + c2[:, None]) - mm(seen, error)
     new = []
-    # The momentum's update has none of the memory's in it.
-    for own, pushed, weights in ((beta[:, -1], f[:, -1], G[:, -1]), (torch.zeros_like(last), last, n)):
+    for own, pushed, weights in ends:
         rows_1, rows_2 = weights[..., None] * slope, weights[..., None] * error
         sums = (mm(rows_1.mT, k), rows_1.sum(1), mm(rows_2.mT, hidden), rows_2.sum(1))
         for m, s, u in zip(memory, momentum, sums, strict=True):
@@ -126,30 +131,48 @@ def coefficients(lr: torch.Tensor, decay: torch.Tensor, forget: torch.Tensor) ->
     return kept[..., 0], total[..., 0], total[..., 1:], pushed[..., -1, 0], pushed[..., -1, 1:]
 
 
+def at_the_end(lr: torch.Tensor, decay: torch.Tensor, forget: torch.Tensor) -> Ends:
+    """The last rows of `coefficients` alone, in a number of steps that grows with the logarithm of b: for
+    memory and momentum what is left of the memory, of the momentum, [...], and the weights of the tokens'
+    gradients, [..., b].
+    """
+    kept, pushed = (_behind(x) for x in (1 - forget, decay))
+    # G_bi / lr_i = K_i + decay_{i+1} G_{b,i+1} / lr_{i+1}, K_i what the memory keeps of token i.
+    factor, total, step = F.pad(decay[..., 1:], (0, 1)), kept, 1
+    while step < lr.shape[-1]:
+        total = total + factor * F.pad(total[..., step:], (0, step))
+        factor = factor * F.pad(factor[..., step:], (0, step))
+        step *= 2
+    m = decay[..., 0] * pushed[..., 0]
+    # A token of rate 1 before which there is no memory: the momentum at the start, decayed once.
+    memory = (1 - forget[..., 0]) * kept[..., 0], decay[..., 0] * total[..., 0], lr * total
+    return memory, (torch.zeros_like(m), m, lr * pushed)
+
+
+def _behind(x: torch.Tensor) -> torch.Tensor:
+    """The product of all of x [..., b] behind each."""
+    total, step = F.pad(x[..., 1:], (0, 1), value=1.0), 1
+    while step < x.shape[-1]:
+        total = total * F.pad(total[..., step:], (0, step), value=1.0)
+        step *= 2
+    return total
+
+
 def _products(x: torch.Tensor) -> torch.Tensor:
     return _Products.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Products(torch.autograd.Function):
-    """P[t, i] = x_{i+1} ... x_t for t >= i, else 0. PyTorch's own gradient of a cumulative product asks on
-    the host whether there is a zero."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        size = x.shape[-1]
-        below = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
-        steps = torch.where(below.tril(-1), x[..., None], torch.ones((), dtype=x.dtype, device=x.device))
-        products = torch.where(below, steps.cumprod(-2), torch.zeros((), dtype=x.dtype, device=x.device))
-        ctx.save_for_backward(products)
-        return products
+        found = products(x)
+        ctx.save_for_backward(found)
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dproducts: torch.Tensor) -> torch.Tensor:
-        products: torch.Tensor = ctx.saved_tensors[0]
-        # x_l stands in P[t, i] for i < l <= t, between P[t, l] and P[l - 1, i].
-        behind = (products.mT @ dproducts.tril())[..., 1:, :]
-        return F.pad((behind * products[..., :-1, :]).sum(-1), (1, 0))
+    def backward(ctx: Any, dfound: torch.Tensor) -> torch.Tensor:
+        return products_backward(ctx.saved_tensors[0], dfound)
 
 
 def working_dtype(q: torch.Tensor, memory: torch.Tensor) -> torch.dtype:

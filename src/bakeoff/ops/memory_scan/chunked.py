@@ -1,0 +1,62 @@
+"""The ``chunked`` candidate of memory_scan: the dual form, and a backward that keeps the states at chunks'
+starts.
+
+Autograd would keep all that a chunk computes; this runs a chunk again and differentiates it by itself.
+"""
+
+from typing import Any
+
+import torch
+
+from bakeoff.ops.memory_scan.plain import chunk_step, working_dtype
+
+__all__ = ["chunked"]
+
+
+def chunked(*args: Any) -> tuple[torch.Tensor, ...]:
+    """The arguments of `bakeoff.ops.memory_scan.reference.memory_scan`, all by position."""
+    return _Chunked.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+        q, k, v, *parts, lr, decay, forget, chunk, read = args
+        real = working_dtype(q, parts[0])
+        state = [part.to(real) for part in parts]
+        o = torch.empty_like(v, memory_format=torch.contiguous_format)
+        starts = []
+        with torch.autocast(q.device.type, enabled=False):
+            for index in range(-(-q.shape[1] // chunk)):
+                starts += state
+                here = slice(index * chunk, (index + 1) * chunk)
+                piece = [x[:, here] for x in (q, k, v, lr, decay, forget)]
+                out, *state = chunk_step(piece, state[:4], state[:4], state[4:], read)
+                o[:, here] = out
+        ctx.save_for_backward(q, k, v, lr, decay, forget, *starts)
+        ctx.chunk, ctx.read, ctx.dtypes = chunk, read, [part.dtype for part in parts]
+        if not starts:
+            state = [part.clone() for part in state]
+        return (o, *state)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: torch.Tensor, *coming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tokens, starts = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
+        found = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tokens]
+        going = list(coming)
+        with torch.autocast(do.device.type, enabled=False):
+            for index in range(len(starts) // 8 - 1, -1, -1):
+                here = slice(index * ctx.chunk, (index + 1) * ctx.chunk)
+                piece = [x[:, here].detach().requires_grad_() for x in tokens]
+                state = [x.detach().requires_grad_() for x in starts[8 * index : 8 * index + 8]]
+                with torch.enable_grad():
+                    made = chunk_step(piece, state[:4], state[:4], state[4:], ctx.read)
+                grads = torch.autograd.grad(
+                    made, [*piece, *state], [do[:, here].to(made[0].dtype), *going], materialize_grads=True
+                )
+                for whole, part in zip(found, grads[:6], strict=True):
+                    whole[:, here] = part
+                going = list(grads[6:])
+        going = [x.to(dtype) for x, dtype in zip(going, ctx.dtypes, strict=True)]
+        return (*found[:3], *going, *found[3:], None, None)

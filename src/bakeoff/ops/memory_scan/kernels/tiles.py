@@ -1,0 +1,94 @@
+"""What all kernels of memory_scan share: tiles of matrices, products, the hidden units' slopes, packed
+states."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["_matrix", "_pack", "_product", "_slope", "_tile", "_unpack", "_vector"]
+
+
+@triton.jit
+def _tile(pointer, rows, columns, ROWS, COLUMNS):
+    """[rows, columns] of a dense matrix of ROWS rows and COLUMNS columns, zeros outside, in float32."""
+    mask = (rows[:, None] < ROWS) & (columns[None, :] < COLUMNS)
+    at = rows[:, None] * COLUMNS + columns[None, :]
+    return tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _matrix(pointer, tile, rows, columns, ROWS, COLUMNS):
+    """Stores a tile."""
+    mask = (rows[:, None] < ROWS) & (columns[None, :] < COLUMNS)
+    at = rows[:, None] * COLUMNS + columns[None, :]
+    tl.store(pointer + at, tile.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _vector(pointer, i, SIZE):
+    return tl.load(pointer + i, mask=i < SIZE, other=0.0)
+
+
+@triton.jit
+def _product(a, b, total, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """total + a b, operands rounded to the tokens' dtype, summed in float32."""
+    return tl.dot(a.to(DTYPE), b.to(DTYPE), total, input_precision=PRECISION)
+
+
+@triton.jit
+def _slope(z):
+    """s(z), s'(z) and s''(z) of s(z) = z sigmoid(z)."""
+    gate = tl.sigmoid(z)
+    rest = 1 - gate
+    return z * gate, gate * (1 + z * rest), gate * rest * (2 + z * (1 - 2 * gate))
+
+
+@triton.jit(do_not_specialize=["packed_g", "at"])
+def _pack(
+    w1, b1, w2, b2, m1, c1, m2, c2, packed, packed_g: tl.int64, at: tl.int64,
+    N1: tl.constexpr, H: tl.constexpr, N2: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Memory and momentum of one group, BLOCK elements of each a program, into one row of `packed`.
+    P: tl.constexpr = N1 + H + N2 + V
+    g = tl.program_id(0).to(tl.int64)
+    packed += g * packed_g + at * 2 * P
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_1 = i < N1
+    in_2 = (i >= N1) & (i < N1 + H)
+    in_3 = (i >= N1 + H) & (i < N1 + H + N2)
+    in_4 = (i >= N1 + H + N2) & (i < P)
+    memory = tl.load(w1 + g * N1 + i, mask=in_1, other=0.0)
+    memory += tl.load(b1 + g * H + i - N1, mask=in_2, other=0.0)
+    memory += tl.load(w2 + g * N2 + i - N1 - H, mask=in_3, other=0.0)
+    memory += tl.load(b2 + g * V + i - N1 - H - N2, mask=in_4, other=0.0)
+    momentum = tl.load(m1 + g * N1 + i, mask=in_1, other=0.0)
+    momentum += tl.load(c1 + g * H + i - N1, mask=in_2, other=0.0)
+    momentum += tl.load(m2 + g * N2 + i - N1 - H, mask=in_3, other=0.0)
+    momentum += tl.load(c2 + g * V + i - N1 - H - N2, mask=in_4, other=0.0)
+    tl.store(packed + i, memory, mask=i < P)
+    tl.store(packed + P + i, momentum, mask=i < P)
+
+
+@triton.jit(do_not_specialize=["packed_g", "at"])
+def _unpack(
+    w1, b1, w2, b2, m1, c1, m2, c2, packed, packed_g: tl.int64, at: tl.int64,
+    N1: tl.constexpr, H: tl.constexpr, N2: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # The other way.
+    P: tl.constexpr = N1 + H + N2 + V
+    g = tl.program_id(0).to(tl.int64)
+    packed += g * packed_g + at * 2 * P
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_1 = i < N1
+    in_2 = (i >= N1) & (i < N1 + H)
+    in_3 = (i >= N1 + H) & (i < N1 + H + N2)
+    in_4 = (i >= N1 + H + N2) & (i < P)
+    memory = tl.load(packed + i, mask=i < P, other=0.0)
+    momentum = tl.load(packed + P + i, mask=i < P, other=0.0)
+    tl.store(w1 + g * N1 + i, memory, mask=in_1)
+    tl.store(b1 + g * H + i - N1, memory, mask=in_2)
+    tl.store(w2 + g * N2 + i - N1 - H, memory, mask=in_3)
+    tl.store(b2 + g * V + i - N1 - H - N2, memory, mask=in_4)
+    tl.store(m1 + g * N1 + i, momentum, mask=in_1)
+    tl.store(c1 + g * H + i - N1, momentum, mask=in_2)
+    tl.store(m2 + g * N2 + i - N1 - H, momentum, mask=in_3)
+    tl.store(c2 + g * V + i - N1 - H - N2, momentum, mask=in_4)

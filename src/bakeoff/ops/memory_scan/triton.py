@@ -1,0 +1,253 @@
+"""The ``triton`` candidate of memory_scan: what its kernels are launched on."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bakeoff.kernels.op import kernel_op
+from bakeoff.kernels.plan import Plan
+from bakeoff.kernels.triton import TritonKernel
+from bakeoff.kernels.variants import Tilings
+from bakeoff.ops.memory_scan import gates as gate_tables
+from bakeoff.ops.memory_scan.kernels import Tiling, backward_keys, backward_queries, forward, tiles, tilings
+
+__all__ = ["memory_scan"]
+
+_pack, _unpack = TritonKernel(tiles._pack), TritonKernel(tiles._unpack)
+_hidden, _errors, _learn = (TritonKernel(k) for k in (forward._hidden, forward._errors, forward._learn))
+_query_hidden, _answers = TritonKernel(forward._query_hidden), TritonKernel(forward._answers)
+_from_answers = TritonKernel(backward_queries._from_answers)
+_to_tokens = TritonKernel(backward_queries._to_tokens)
+_to_slopes, _to_errors = TritonKernel(backward_keys._to_slopes), TritonKernel(backward_keys._to_errors)
+_to_states, _to_keys = TritonKernel(backward_keys._to_states), TritonKernel(backward_keys._to_keys)
+
+_SHIFTS = {"after": 1, "before": 0, "chunk": -1}
+_BLOCK = 1024
+
+
+class _Sizes:
+    """A call's sizes, and what its launches share."""
+
+    def __init__(self, q: Tensor, v: Tensor, w1: Tensor, chunk: int, read: str, tiling: Tiling | None):
+        self.G, self.T, self.D = q.shape
+        self.V, self.H = v.shape[2], w1.shape[1]
+        # A sequence shorter than a chunk takes the kernels of one that it would fill.
+        self.chunk = min(chunk, max(16, 1 << (self.T - 1).bit_length()))
+        self.C = -(-self.T // self.chunk)
+        self.P = self.H * self.D + self.H + self.V * self.H + self.V
+        tiling = tiling or tilings(self.chunk, self.H)[0]
+        self.shift = _SHIFTS[read]
+        self.BH = tiling.hidden
+        self.hidden = -(-self.H // self.BH)
+        self.BD, self.BV = (min(64, _power(size)) for size in (self.D, self.V))
+        self.inputs, self.outputs = -(-self.D // self.BD), -(-self.V // self.BV)
+        self.all = {"CHUNK": self.chunk, "D": self.D, "H": self.H, "V": self.V, "BT": _power(self.chunk),
+                    "BH": self.BH, "PRECISION": "ieee" if torch.version.hip else "tf32x3", "num_warps":
+                    tiling.warps, "num_stages": tiling.stages, "T": self.T, "C": self.C}  # fmt: skip
+
+    def kept(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what the forward leaves for the backward: the states at chunks' starts and
+        ends, the gates' tables, and of each token Z, A, the query's hidden units, and E."""
+        G, T, H, W = self.G, self.T, self.H, self.chunk + 2
+        shapes = [(G, self.C + 1, 2 * self.P), (G, self.C, W, W), *[(G, T, H)] * 3, (G, T, self.V)]
+        return [(shape, torch.float32) for shape in shapes]
+
+
+def _power(size: int) -> int:
+    """The least power of two that is no smaller, at least the 16 that a product of tiles takes."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def results(
+    q: Tensor, k: Tensor, v: Tensor,
+    memory_w1: Tensor, memory_b1: Tensor, memory_w2: Tensor, memory_b2: Tensor,
+    momentum_w1: Tensor, momentum_b1: Tensor, momentum_w2: Tensor, momentum_b2: Tensor,
+    lr: Tensor, decay: Tensor, forget: Tensor, chunk: int, read: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Room for o, and for the eight parts of the state."""
+    parts = (memory_w1, memory_b1, memory_w2, memory_b2, momentum_w1, momentum_b1, momentum_w2, momentum_b2)
+    return v.new_empty(v.shape), *(part.new_empty(part.shape) for part in parts)  # type: ignore[return-value]
+
+
+def keeps(
+    q: Tensor, k: Tensor, v: Tensor,
+    memory_w1: Tensor, memory_b1: Tensor, memory_w2: Tensor, memory_b2: Tensor,
+    momentum_w1: Tensor, momentum_b1: Tensor, momentum_w2: Tensor, momentum_b2: Tensor,
+    lr: Tensor, decay: Tensor, forget: Tensor, chunk: int, read: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Room for what the backward needs."""
+    sizes = _Sizes(q, v, memory_w1, chunk, read, None)
+    return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in sizes.kept())  # type: ignore[return-value]
+
+
+def _fill(
+    plan: Plan,
+    q: Tensor, k: Tensor, v: Tensor,
+    memory_w1: Tensor, memory_b1: Tensor, memory_w2: Tensor, memory_b2: Tensor,
+    momentum_w1: Tensor, momentum_b1: Tensor, momentum_w2: Tensor, momentum_b2: Tensor,
+    lr: Tensor, decay: Tensor, forget: Tensor, chunk: int, read: str,
+    o: Tensor, new_memory_w1: Tensor, new_memory_b1: Tensor, new_memory_w2: Tensor, new_memory_b2: Tensor,
+    new_momentum_w1: Tensor, new_momentum_b1: Tensor, new_momentum_w2: Tensor, new_momentum_b2: Tensor,
+    states: Tensor | None, gates: Tensor | None, z: Tensor | None, a: Tensor | None, zq: Tensor | None,
+    e: Tensor | None, tiling: Tiling | None,
+) -> None:  # fmt: skip
+    """Chunk after chunk its keys and its update, then all queries."""
+    sizes = _Sizes(q, v, memory_w1, chunk, read, tiling)
+    made = [t if t is not None else plan.empty(*room) for t, room in
+            zip((states, gates, z, a, zq, e), sizes.kept(), strict=True)]  # fmt: skip
+    states, gates, z, a, zq, e = made
+    q, k, v = plan.contiguous(q), plan.contiguous(k), plan.contiguous(v)
+    old = (memory_w1, memory_b1, memory_w2, memory_b2, momentum_w1, momentum_b1, momentum_w2, momentum_b2)
+    new = (new_memory_w1, new_memory_b1, new_memory_w2, new_memory_b2,
+           new_momentum_w1, new_momentum_b1, new_momentum_w2, new_momentum_b2)  # fmt: skip
+    old = tuple(plan.contiguous(part) for part in old)  # type: ignore[assignment]
+    plan.run(gate_tables.tables, lr, decay, forget, gates)
+    _move(plan, _pack, old, states, sizes)
+    shared = {"states": states, "z": z, **sizes.all}
+    inputs, outputs, both = {"BD": sizes.BD}, {"BV": sizes.BV}, {"BD": sizes.BD, "BV": sizes.BV}
+    for c in range(sizes.C):
+        plan.launch(_hidden, (sizes.G, sizes.hidden), k=k, c=c, **shared, **inputs)
+        plan.launch(_errors, (sizes.G, sizes.outputs), v=v, e=e, c=c, **shared, **outputs)
+        plan.launch(_learn, (sizes.G, sizes.hidden), k=k, gates=gates, e=e, a=a, c=c, **shared, **both)
+    every = sizes.G * sizes.C
+    plan.launch(
+        _query_hidden,
+        (every, sizes.hidden),
+        q=q,
+        k=k,
+        gates=gates,
+        a=a,
+        zq=zq,
+        SHIFT=sizes.shift,
+        **shared,
+        **inputs,
+    )
+    plan.launch(
+        _answers, (every, sizes.outputs), gates=gates, e=e, zq=zq, o=o, SHIFT=sizes.shift, **shared, **outputs
+    )
+    _move(plan, _unpack, new, states, sizes, sizes.C)
+
+
+def _move(
+    plan: Plan, kernel: TritonKernel, parts: tuple[Tensor, ...], packed: Tensor, sizes: _Sizes, at: int = 0
+) -> None:
+    """Between the parts of a state and their place in `packed`."""
+    names = ("w1", "b1", "w2", "b2", "m1", "c1", "m2", "c2")
+    plan.launch(
+        kernel, (sizes.G, -(-sizes.P // _BLOCK)), **dict(zip(names, parts, strict=True)), packed=packed,
+        at=at, packed_g=packed.stride(0), N1=sizes.H * sizes.D, H=sizes.H, N2=sizes.V * sizes.H, V=sizes.V,
+        BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+def _fill_gradients(
+    plan: Plan,
+    q: Tensor, k: Tensor, v: Tensor, memory_w1: Tensor, lr: Tensor, decay: Tensor, forget: Tensor,
+    chunk: int, read: str,
+    states: Tensor, gates: Tensor, z: Tensor, a: Tensor, zq: Tensor, e: Tensor,
+    do: Tensor, dnew_memory_w1: Tensor, dnew_memory_b1: Tensor, dnew_memory_w2: Tensor, dnew_memory_b2:
+    Tensor,
+    dnew_momentum_w1: Tensor, dnew_momentum_b1: Tensor, dnew_momentum_w2: Tensor, dnew_momentum_b2: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None,
+    dmemory_w1: Tensor | None, dmemory_b1: Tensor | None, dmemory_w2: Tensor | None, dmemory_b2: Tensor |
+    None,
+    dmomentum_w1: Tensor | None, dmomentum_b1: Tensor | None, dmomentum_w2: Tensor | None,
+    dmomentum_b2: Tensor | None,
+    dlr: Tensor | None, ddecay: Tensor | None, dforget: Tensor | None, tiling: Tiling | None,
+) -> None:  # fmt: skip
+    """What is behind the queries of all chunks at once, then chunk after chunk, from the last, behind its
+    keys."""
+    s = _Sizes(q, v, memory_w1, chunk, read, tiling)
+    G, T, D, H, V, C, b = s.G, s.T, s.D, s.H, s.V, s.C, s.chunk
+
+    def room(given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        return plan.empty(shape, dtype) if given is None else given
+
+    q, k, do = plan.contiguous(q), plan.contiguous(k), plan.contiguous(do)
+    after = tuple(
+        plan.contiguous(part)
+        for part in (dnew_memory_w1, dnew_memory_b1, dnew_memory_w2, dnew_memory_b2,
+                     dnew_momentum_w1, dnew_momentum_b1, dnew_momentum_w2, dnew_momentum_b2)
+    )  # fmt: skip
+    shapes = ((G, H, D), (G, H), (G, V, H), (G, V))
+    before = tuple(
+        room(part, shape)
+        for part, shape in zip(
+            (dmemory_w1, dmemory_b1, dmemory_w2, dmemory_b2, dmomentum_w1, dmomentum_b1, dmomentum_w2,
+            dmomentum_b2), shapes * 2, strict=True,
+        )
+    )  # fmt: skip
+    dq, dk, dv = room(dq, q.shape, q.dtype), room(dk, q.shape, q.dtype), room(dv, v.shape, q.dtype)
+    rates = [room(x, lr.shape) for x in (dlr, ddecay, dforget)]
+    dzq, df, dh = (plan.empty((G, T, H), torch.float32) for _ in range(3))
+    de, dk_queries = plan.empty((G, T, V), torch.float32), plan.empty((G, T, D), torch.float32)
+    dgates, dlast = (plan.empty((G, C, s.hidden, *rest), torch.float32) for rest in ((4, b), (3,)))
+    dweights = plan.empty((G, C, b, b), torch.float32)
+    sides = [plan.empty((G, 2 * s.P), torch.float32) for _ in range(2)]
+
+    shared = {"gates": gates, "z": z, **s.all}
+    saved = {"states": states, "a": a, "e": e, "zq": zq}
+    inputs, outputs, both = {"BD": s.BD}, {"BV": s.BV}, {"BD": s.BD, "BV": s.BV}
+    queries = {"q": q, "k": k, "do": do, "dzq": dzq, "SHIFT": s.shift, **saved, **shared, **both}
+    plan.launch(_from_answers, (G * C, s.hidden), df=df, dh=dh, dgates=dgates, **queries)
+    plan.launch(
+        _to_tokens,
+        (G * C, max(s.inputs, s.outputs)),
+        de=de,
+        dq=dq,
+        dk=dk_queries,
+        dweights=dweights,
+        **queries,
+    )
+    _move(plan, _pack, after, sides[0], s)
+    queried = {"QUERIED": s.shift >= 0}
+    for c in range(C - 1, -1, -1):
+        coming, going = sides
+        plan.launch(
+            _to_slopes, (G, s.hidden), k=k, a=a, e=e, coming=coming, df=df, dh=dh, dgates=dgates, c=c,
+            **shared, **both, **queried,
+        )  # fmt: skip
+        plan.launch(
+            _to_errors, (G, s.outputs), states=states, coming=coming, df=df, de=de, dv=dv, c=c,
+            **shared, **outputs, **queried,
+        )  # fmt: skip
+        plan.launch(
+            _to_states,
+            (G, s.hidden),
+            coming=coming,
+            going=going,
+            df=df,
+            dh=dh,
+            de=de,
+            dlast=dlast,
+            c=c,
+            **queries,
+        )
+        plan.launch(
+            _to_keys, (G, s.inputs), states=states, a=a, coming=coming, dz=df, dk_queries=dk_queries, dk=dk,
+            c=c, **shared, **inputs, **queried,
+        )  # fmt: skip
+        sides = [going, coming]
+    _move(plan, _unpack, before, sides[0], s)
+    plan.run(gate_tables.tables_backward, lr, decay, forget, dgates, dweights, dlast, s.shift, *rates)
+
+
+def _of(case: Any) -> list[Tiling]:
+    return tilings(case.chunk, case.memory_w1.shape[1])
+
+
+memory_scan = kernel_op(
+    "memory_scan",
+    results=results,
+    names=(
+        "o",
+        *(f"new_{whole}_{part}" for whole in ("memory", "momentum") for part in ("w1", "b1", "w2", "b2")),
+    ),
+    keeps=keeps,
+    kept=("states", "gates", "z", "a", "zq", "e"),
+    forward=_fill,
+    backward=_fill_gradients,
+    tilings={"forward": Tilings(Tiling, _of), "backward": Tilings(Tiling, _of)},
+)
+"""For float16, bfloat16 and float32 with chunks of up to 128 tokens."""

@@ -1,0 +1,41 @@
+"""Every memory_scan kernel in every production configuration, compiled for GPUs that need not be here."""
+
+import pytest
+import torch
+
+from aot import SHARED_LIMIT, TARGETS, build
+from bakeoff.ops.memory_scan.kernels import backward_keys, backward_queries, forward, tilings
+
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+TOKENS = {"q", "k", "v", "do", "o", "dq", "dk", "dv"}
+CHUNKS = ["_hidden", "_errors", "_learn", "_query_hidden", "_answers", "_from_answers", "_to_tokens",
+          "_to_slopes", "_to_errors", "_to_states", "_to_keys"]  # fmt: skip
+
+
+def compiled(name, target, *, chunk=64, D=64, H=256, dtype=torch.bfloat16, tiling=None, shift=1):
+    kernel = next(
+        getattr(room, name) for room in (forward, backward_queries, backward_keys) if hasattr(room, name)
+    )
+    tiling = tiling or tilings(chunk, H)[0]
+    narrow = min(64, max(16, 1 << (D - 1).bit_length()))
+    constants = {
+        "CHUNK": chunk, "D": D, "H": H, "V": D, "SHIFT": shift, "QUERIED": shift >= 0,
+        "BT": max(16, 1 << (chunk - 1).bit_length()), "BD": narrow, "BV": narrow, "BH": tiling.hidden,
+        "PRECISION": "tf32x3" if target.startswith("sm") else "ieee",
+    }  # fmt: skip
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    signature = {
+        key: "i64" if key in ("T", "c", "C") else TYPES[dtype] if key in TOKENS else "*fp32"
+        for key in kernel.arg_names
+        if key not in constants
+    }
+    return build(kernel, signature, constants, target, num_warps=tiling.warps, num_stages=tiling.stages)
+
+
+@pytest.mark.kernel(of=lambda name: name)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", CHUNKS)
+def test_heads_of_64(name, target):
+    built = compiled(name, target)
+    assert built.spills == 0
+    assert built.shared <= SHARED_LIMIT[target]
