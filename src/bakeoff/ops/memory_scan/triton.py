@@ -180,9 +180,10 @@ def _fill_gradients(
     )  # fmt: skip
     dq, dk, dv = room(dq, q.shape, q.dtype), room(dk, q.shape, q.dtype), room(dv, v.shape, q.dtype)
     rates = [room(x, lr.shape) for x in (dlr, ddecay, dforget)]
-    dzq, df, dh = (plan.empty((G, T, H), torch.float32) for _ in range(3))
+    dzq, df, dh, dz = (plan.empty((G, T, H), torch.float32) for _ in range(4))
     de, dk_queries = plan.empty((G, T, V), torch.float32), plan.empty((G, T, D), torch.float32)
-    dgates, dlast = (plan.empty((G, C, s.hidden, *rest), torch.float32) for rest in ((4, b), (3,)))
+    dgates = plan.empty((G, C, s.hidden, 4, b), torch.float32)
+    dlast = plan.empty((G, C, 2 * s.hidden, 3), torch.float32)
     dweights = plan.empty((G, C, b, b), torch.float32)
     sides = [plan.empty((G, 2 * s.P), torch.float32) for _ in range(2)]
 
@@ -213,19 +214,11 @@ def _fill_gradients(
             **shared, **outputs, **queried,
         )  # fmt: skip
         plan.launch(
-            _to_states,
-            (G, s.hidden),
-            coming=coming,
-            going=going,
-            df=df,
-            dh=dh,
-            de=de,
-            dlast=dlast,
-            c=c,
-            **queries,
-        )
+            _to_states, (G, s.hidden, 2), coming=coming, going=going, df=df, dh=dh, de=de, dz=dz, dlast=dlast,
+            c=c, **queries,
+        )  # fmt: skip
         plan.launch(
-            _to_keys, (G, s.inputs), states=states, a=a, coming=coming, dz=df, dk_queries=dk_queries, dk=dk,
+            _to_keys, (G, s.inputs), states=states, a=a, coming=coming, dz=dz, dk_queries=dk_queries, dk=dk,
             c=c, **shared, **inputs, **queried,
         )  # fmt: skip
         sides = [going, coming]

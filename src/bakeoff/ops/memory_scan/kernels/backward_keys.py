@@ -108,18 +108,16 @@ def _to_errors(
 
 @triton.jit(do_not_specialize=["T", "c", "C"])
 def _to_states(
-    q, k, do, states, gates, z, a, e, zq, dzq, coming, going, df, dh, de, dlast, T: tl.int64, c: tl.int64,
-    C: tl.int64,
+    q, k, do, states, gates, z, a, e, zq, dzq, coming, going, df, dh, de, dz, dlast,
+    T: tl.int64, c: tl.int64, C: tl.int64,
     CHUNK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, SHIFT: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # dZ, over dF, and the gradients of memory and momentum before the chunk: all weights of BH hidden units
-    # of one group a program. BT BH (6 D + 10 V) FLOPs; reads four states and writes two.
-    DTYPE: tl.constexpr = k.dtype.element_ty
+    # The gradients of memory and momentum before the chunk, and dZ: of BH hidden units of one group the weights
+    # behind them in one program, those before them in another. BT BH (6 D + 10 V) FLOPs; reads four states and
+    # writes two.
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
-    SECOND: tl.constexpr = H * D + H
-    LAST: tl.constexpr = H * D + H + V * H
     g = tl.program_id(0).to(tl.int64)
     t, h = tl.arange(0, BT), tl.program_id(1) * BH + tl.arange(0, BH)
     length = tl.minimum(CHUNK, T - c * CHUNK)
@@ -127,39 +125,66 @@ def _to_states(
     after, before = coming + g * 2 * P, going + g * 2 * P
     first = g * T + c * CHUNK
     table = gates + (g * C + c) * W * W
-    beta, pushed = tl.load(table + length * W), tl.load(table + length * W + 1)
-    kept = tl.load(table + (CHUNK + 1) * W + 1)
+    part = dlast + (((g * C + c) * tl.num_programs(1) + tl.program_id(1)) * 2 + tl.program_id(2)) * 3
+    if tl.program_id(2) == 0:
+        _to_first(
+            q + first * D, k + first * D, state, table, z + first * H, a + first * H, dzq + first * H, after,
+            before, df + first * H, dh + first * H, de + first * V, dz + first * H, part, t, h, length,
+            CHUNK, D, H, V, SHIFT, BT, BD, BV, BH, PRECISION,
+        )  # fmt: skip
+    else:
+        _to_second(
+            do + first * V, state, table, z + first * H, e + first * V, zq + first * H, after, before,
+            df + first * H, de + first * V, part, t, h, length,
+            CHUNK, D, H, V, SHIFT, BT, BV, BH, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _read_weights(table, t, length, CHUNK: tl.constexpr, SHIFT: tl.constexpr, BT: tl.constexpr):
+    """How much of memory and of momentum each query saw, [BT, 1]."""
+    W: tl.constexpr = CHUNK + 2
+    own, push = (t[:, None] < length).to(tl.float32), tl.zeros((BT, 1), tl.float32)
     if SHIFT >= 0:
         row = (t + SHIFT) * W
         own = tl.load(table + row, mask=t < length, other=0.0)[:, None]
         push = tl.load(table + row + 1, mask=t < length, other=0.0)[:, None]
-    else:
-        own, push = tl.full((BT, 1), 1.0, tl.float32), tl.zeros((BT, 1), tl.float32)
+    return own, push
 
-    z_tile = _tile(z + first * H, t, h, length, H)
-    hidden, slope, bend = _slope(z_tile)
-    a_tile, df_tile = _tile(a + first * H, t, h, length, H), _tile(df + first * H, t, h, length, H)
-    arrived = _tile(dh + first * H, t, h, length, H)
+
+@triton.jit
+def _to_first(
+    q, k, state, table, z, a, dzq, after, before, df, dh, de, dz, part, t, h, length,
+    CHUNK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, SHIFT: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # dZ, and what W1 and b1 get. Pointers stand at this chunk and group.
+    DTYPE: tl.constexpr = k.dtype.element_ty
+    P: tl.constexpr = H * D + H + V * H + V
+    W: tl.constexpr = CHUNK + 2
+    beta, pushed = tl.load(table + length * W), tl.load(table + length * W + 1)
+    kept = tl.load(table + (CHUNK + 1) * W + 1)
+    own, push = _read_weights(table, t, length, CHUNK, SHIFT, BT)
+    _, slope, bend = _slope(_tile(z, t, h, length, H))
+    arrived = _tile(dh, t, h, length, H)
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
-        answered = _tile(de + first * V, t, u, length, V)
-        arrived = _product(answered, _tile(state + SECOND, u, h, V, H), arrived, DTYPE, PRECISION)
-    dz = df_tile * a_tile * bend + arrived * slope
-    _matrix(df + first * H, dz, t, h, length, H)
-    back = df_tile * slope
-    asked = _tile(dzq + first * H, t, h, length, H)
-    query, _, _ = _slope(_tile(zq + first * H, t, h, length, H))
+        weight = _tile(state + H * D + H, u, h, V, H)
+        arrived = _product(_tile(de, t, u, length, V), weight, arrived, DTYPE, PRECISION)
+    found = _tile(df, t, h, length, H) * _tile(a, t, h, length, H) * bend + arrived * slope
+    _matrix(dz, found, t, h, length, H)
+    asked = _tile(dzq, t, h, length, H)
 
     of_beta, of_push, of_kept = 0.0, 0.0, 0.0
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
-        key, question = _tile(k + first * D, t, d, length, D), _tile(q + first * D, t, d, length, D)
+        key, question = _tile(k, t, d, length, D), _tile(q, t, d, length, D)
         x, y = _tile(after, h, d, H, D), _tile(after + P, h, d, H, D)
         m, s = _tile(state, h, d, H, D), _tile(state + P, h, d, H, D)
         of_beta += tl.sum(x * m)
         of_push += tl.sum(x * s)
         of_kept += tl.sum(y * s)
-        m = _product(tl.trans(dz), key, beta * x, DTYPE, PRECISION)
+        m = _product(tl.trans(found), key, beta * x, DTYPE, PRECISION)
         m = _product(tl.trans(own * asked), question, m, DTYPE, PRECISION)
         s = pushed * x + kept * y
         if SHIFT >= 0:
@@ -168,17 +193,37 @@ def _to_states(
         _matrix(before + P, s, h, d, H, D)
     x_1, y_1 = _vector(after + H * D, h, H), _vector(after + P + H * D, h, H)
     m_1, s_1 = _vector(state + H * D, h, H), _vector(state + P + H * D, h, H)
-    of_beta += tl.sum(x_1 * m_1)
-    of_push += tl.sum(x_1 * s_1)
-    of_kept += tl.sum(y_1 * s_1)
-    tl.store(before + H * D + h, beta * x_1 + tl.sum(dz + own * asked, 0), mask=h < H)
-    s_1 = pushed * x_1 + kept * y_1 + tl.sum(push * asked, 0)
-    tl.store(before + P + H * D + h, s_1, mask=h < H)
+    tl.store(before + H * D + h, beta * x_1 + tl.sum(found + own * asked, 0), mask=h < H)
+    moved = pushed * x_1 + kept * y_1 + tl.sum(push * asked, 0)
+    tl.store(before + P + H * D + h, moved, mask=h < H)
+    tl.store(part, of_beta + tl.sum(x_1 * m_1))
+    tl.store(part + 1, of_push + tl.sum(x_1 * s_1))
+    tl.store(part + 2, of_kept + tl.sum(y_1 * s_1))
 
+
+@triton.jit
+def _to_second(
+    do, state, table, z, e, zq, after, before, df, de, part, t, h, length,
+    CHUNK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, SHIFT: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # What W2 and, from the first hidden units' program, b2 get. Pointers stand at this chunk and group.
+    DTYPE: tl.constexpr = do.dtype.element_ty
+    P: tl.constexpr = H * D + H + V * H + V
+    W: tl.constexpr = CHUNK + 2
+    SECOND: tl.constexpr = H * D + H
+    LAST: tl.constexpr = H * D + H + V * H
+    beta, pushed = tl.load(table + length * W), tl.load(table + length * W + 1)
+    kept = tl.load(table + (CHUNK + 1) * W + 1)
+    own, push = _read_weights(table, t, length, CHUNK, SHIFT, BT)
+    hidden, slope, _ = _slope(_tile(z, t, h, length, H))
+    back = slope * _tile(df, t, h, length, H)
+    query, _, _ = _slope(_tile(zq, t, h, length, H))
+    of_beta, of_push, of_kept = 0.0, 0.0, 0.0
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
-        error, answered = _tile(e + first * V, t, u, length, V), _tile(de + first * V, t, u, length, V)
-        given = _tile(do + first * V, t, u, length, V)
+        error, answered = _tile(e, t, u, length, V), _tile(de, t, u, length, V)
+        given = _tile(do, t, u, length, V)
         x, y = _tile(after + SECOND, u, h, V, H), _tile(after + P + SECOND, u, h, V, H)
         m, s = _tile(state + SECOND, u, h, V, H), _tile(state + P + SECOND, u, h, V, H)
         of_beta += tl.sum(x * m)
@@ -199,9 +244,8 @@ def _to_states(
             of_push += tl.sum(x_2 * s_2)
             of_kept += tl.sum(y_2 * s_2)
             tl.store(before + LAST + u, beta * x_2 + tl.sum(answered + own * given, 0), mask=u < V)
-            s_2 = pushed * x_2 + kept * y_2 + tl.sum(push * given, 0)
-            tl.store(before + P + LAST + u, s_2, mask=u < V)
-    part = dlast + ((g * C + c) * tl.num_programs(1) + tl.program_id(1)) * 3
+            moved = pushed * x_2 + kept * y_2 + tl.sum(push * given, 0)
+            tl.store(before + P + LAST + u, moved, mask=u < V)
     tl.store(part, of_beta)
     tl.store(part + 1, of_push)
     tl.store(part + 2, of_kept)
