@@ -109,7 +109,7 @@ def _fill(
     for c in range(sizes.C):
         plan.launch(_hidden, (sizes.G, sizes.hidden), k=k, c=c, **shared, **inputs)
         plan.launch(_errors, (sizes.G, sizes.outputs), v=v, e=e, c=c, **shared, **outputs)
-        plan.launch(_learn, (sizes.G, sizes.hidden), k=k, gates=gates, e=e, a=a, c=c, **shared, **both)
+        plan.launch(_learn, (sizes.G, sizes.hidden, 2), k=k, gates=gates, e=e, a=a, c=c, **shared, **both)
     every = sizes.G * sizes.C
     plan.launch(
         _query_hidden,

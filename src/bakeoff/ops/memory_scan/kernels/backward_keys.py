@@ -114,7 +114,7 @@ def _to_states(
     BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The gradients of memory and momentum before the chunk, and dZ: of BH hidden units of one group the weights
-    # behind them in one program, those before them in another. BT BH (6 D + 10 V) FLOPs; reads four states and
+    # before them in one program, those behind them in another. BT BH (6 D + 10 V) FLOPs; reads four states and
     # writes two.
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2

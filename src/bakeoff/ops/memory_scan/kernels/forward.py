@@ -62,60 +62,90 @@ def _learn(
     CHUNK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # A = E W2, then the next memory and momentum: all weights of BH hidden units of one group a program.
-    # BT BH (2 V + 4 (D + V)) FLOPs; reads and writes 2 (D + V) BH floats of state.
-    DTYPE: tl.constexpr = k.dtype.element_ty
+    # A = E W2, then the next memory and momentum: of BH hidden units of one group the weights before them in one
+    # program, those behind them in another. BT BH (2 V + 4 (D + V)) FLOPs; reads and writes 2 (D + V) BH floats
+    # of state.
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
-    LAST: tl.constexpr = H * D + H + V * H
     g = tl.program_id(0).to(tl.int64)
     t, h = tl.arange(0, BT), tl.program_id(1) * BH + tl.arange(0, BH)
     length = tl.minimum(CHUNK, T - c * CHUNK)
     state = states + (g * (C + 1) + c) * 2 * P
-    new = state + 2 * P
     first = g * T + c * CHUNK
     table = gates + (g * C + c) * W * W
     beta, pushed = tl.load(table + length * W), tl.load(table + length * W + 1)
     kept = tl.load(table + (CHUNK + 1) * W + 1)
     into_memory = tl.load(table + length * W + 2 + t, mask=t < length, other=0.0)[:, None]
     into_momentum = tl.load(table + (CHUNK + 1) * W + 2 + t, mask=t < length, other=0.0)[:, None]
+    if tl.program_id(2) == 0:
+        _learn_first(
+            k + first * D, state, z + first * H, e + first * V, a + first * H, beta, pushed, kept, into_memory,
+            into_momentum, t, h, length, D, H, V, BT, BD, BV, BH, PRECISION,
+        )  # fmt: skip
+    else:
+        _learn_second(
+            state, z + first * H, e + first * V, beta, pushed, kept, into_memory, into_momentum, t, h, length,
+            k.dtype.element_ty, D, H, V, BV, BH, PRECISION,
+        )  # fmt: skip
 
+
+@triton.jit
+def _learn_first(
+    k, state, z, e, a, beta, pushed, kept, into_memory, into_momentum, t, h, length,
+    D: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
+    BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # A, W1 and b1. Pointers stand at this chunk and group.
+    DTYPE: tl.constexpr = k.dtype.element_ty
+    P: tl.constexpr = H * D + H + V * H + V
+    new = state + 2 * P
     total = tl.zeros((BT, BH), tl.float32)
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
-        error = _tile(e + first * V, t, u, length, V)
-        total = _product(error, _tile(state + H * D + H, u, h, V, H), total, DTYPE, PRECISION)
-    _matrix(a + first * H, total, t, h, length, H)
-    hidden, slope, _ = _slope(_tile(z + first * H, t, h, length, H))
+        weight = _tile(state + H * D + H, u, h, V, H)
+        total = _product(_tile(e, t, u, length, V), weight, total, DTYPE, PRECISION)
+    _matrix(a, total, t, h, length, H)
+    _, slope, _ = _slope(_tile(z, t, h, length, H))
     slope *= total
-
     for_memory, for_momentum = tl.trans(into_memory * slope), tl.trans(into_momentum * slope)
+    none = tl.zeros((BH, BD), tl.float32)
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
-        key = _tile(k + first * D, t, d, length, D)
-        none = tl.zeros((BH, BD), tl.float32)
+        key = _tile(k, t, d, length, D)
         m, s = _tile(state, h, d, H, D), _tile(state + P, h, d, H, D)
-        m = beta * m + pushed * s - _product(for_memory, key, none, DTYPE, PRECISION)
-        s = kept * s - _product(for_momentum, key, none, DTYPE, PRECISION)
-        _matrix(new, m, h, d, H, D)
-        _matrix(new + P, s, h, d, H, D)
-    bias_1, push_1 = _vector(state + H * D, h, H), _vector(state + P + H * D, h, H)
-    learned = beta * bias_1 + pushed * push_1 - tl.sum(into_memory * slope, 0)
+        _matrix(new, beta * m + pushed * s - _product(for_memory, key, none, DTYPE, PRECISION), h, d, H, D)
+        _matrix(new + P, kept * s - _product(for_momentum, key, none, DTYPE, PRECISION), h, d, H, D)
+    bias, push = _vector(state + H * D, h, H), _vector(state + P + H * D, h, H)
+    learned = beta * bias + pushed * push - tl.sum(into_memory * slope, 0)
     tl.store(new + H * D + h, learned, mask=h < H)
-    tl.store(new + P + H * D + h, kept * push_1 - tl.sum(into_momentum * slope, 0), mask=h < H)
+    tl.store(new + P + H * D + h, kept * push - tl.sum(into_momentum * slope, 0), mask=h < H)
 
+
+@triton.jit
+def _learn_second(
+    state, z, e, beta, pushed, kept, into_memory, into_momentum, t, h, length,
+    DTYPE: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
+    BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # W2 and, from the first hidden units' program, b2. Pointers stand at this chunk and group.
+    P: tl.constexpr = H * D + H + V * H + V
+    SECOND: tl.constexpr = H * D + H
+    LAST: tl.constexpr = H * D + H + V * H
+    new = state + 2 * P
+    hidden, _, _ = _slope(_tile(z, t, h, length, H))
+    none = tl.zeros((BV, BH), tl.float32)
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
-        error = _tile(e + first * V, t, u, length, V)
-        none = tl.zeros((BV, BH), tl.float32)
-        m, s = _tile(state + H * D + H, u, h, V, H), _tile(state + P + H * D + H, u, h, V, H)
-        m = beta * m + pushed * s - _product(tl.trans(into_memory * error), hidden, none, DTYPE, PRECISION)
-        s = kept * s - _product(tl.trans(into_momentum * error), hidden, none, DTYPE, PRECISION)
-        _matrix(new + H * D + H, m, u, h, V, H)
-        _matrix(new + P + H * D + H, s, u, h, V, H)
+        error = _tile(e, t, u, length, V)
+        m, s = _tile(state + SECOND, u, h, V, H), _tile(state + P + SECOND, u, h, V, H)
+        learned = _product(tl.trans(into_memory * error), hidden, none, DTYPE, PRECISION)
+        _matrix(new + SECOND, beta * m + pushed * s - learned, u, h, V, H)
+        learned = _product(tl.trans(into_momentum * error), hidden, none, DTYPE, PRECISION)
+        _matrix(new + P + SECOND, kept * s - learned, u, h, V, H)
         if tl.program_id(1) == 0:
             bias, push = _vector(state + LAST, u, V), _vector(state + P + LAST, u, V)
-            tl.store(new + LAST + u, beta * bias + pushed * push - tl.sum(into_memory * error, 0), mask=u < V)
+            bias = beta * bias + pushed * push - tl.sum(into_memory * error, 0)
+            tl.store(new + LAST + u, bias, mask=u < V)
             tl.store(new + P + LAST + u, kept * push - tl.sum(into_momentum * error, 0), mask=u < V)
 
 
