@@ -1,10 +1,12 @@
 """Every memory_scan kernel in every production configuration, compiled for GPUs that need not be here."""
 
+import re
+
 import pytest
 import torch
 
 from aot import SHARED_LIMIT, TARGETS, build
-from bakeoff.ops.memory_scan.kernels import backward_keys, backward_queries, forward, tilings
+from bakeoff.ops.memory_scan.kernels import backward_keys, backward_queries, forward, tiles, tilings
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 TOKENS = {"q", "k", "v", "do", "o", "dq", "dk", "dv"}
@@ -35,7 +37,36 @@ def compiled(name, target, *, chunk=64, D=64, H=256, dtype=torch.bfloat16, tilin
 @pytest.mark.kernel(of=lambda name: name)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", CHUNKS)
-def test_heads_of_64(name, target):
+def test_heads_of_64_stay_in_registers(name, target):
     built = compiled(name, target)
     assert built.spills == 0
     assert built.shared <= SHARED_LIMIT[target]
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_products_are_the_tensor_cores(name):
+    assert re.search(r"wgmma|mma\.sync", compiled(name, "sm_90").assembly)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize(
+    "form",
+    [{"chunk": 16}, {"dtype": torch.float32}, {"chunk": 128, "D": 128}, {"D": 384, "H": 1536}, {"shift": -1}],
+    ids=str,
+)
+def test_other_forms_fit(form, name, target):
+    assert compiled(name, target, **form).shared <= SHARED_LIMIT[target]
+
+
+@pytest.mark.parametrize("kernel", [tiles._pack, tiles._unpack], ids=lambda kernel: kernel.__name__)
+def test_moves_of_the_state_build(kernel):
+    constants = {"N1": 64 * 256, "H": 256, "N2": 64 * 256, "V": 64, "BLOCK": 1024}
+    signature = {
+        key: "i64" if key in ("packed_g", "at") else "*fp32"
+        for key in kernel.arg_names
+        if key not in constants
+    }
+    built = build(kernel, signature, constants, "sm_90", num_warps=4)
+    assert (built.spills, built.shared) == (0, 0)
