@@ -113,9 +113,9 @@ def _to_states(
     CHUNK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, SHIFT: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # The gradients of memory and momentum before the chunk, and dZ: of BH hidden units of one group the weights
-    # before them in one program, those behind them in another. BT BH (6 D + 10 V) FLOPs; reads four states and
-    # writes two.
+    # The gradients of memory and momentum before the chunk, and dZ: of BH hidden units of one group the
+    # weights before them in one program, those behind them in another. BT BH (6 D + 10 V) FLOPs; reads four
+    # states and writes two.
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
     g = tl.program_id(0).to(tl.int64)
