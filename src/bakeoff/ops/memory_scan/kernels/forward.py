@@ -62,9 +62,9 @@ def _learn(
     CHUNK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # A = E W2, then the next memory and momentum: of BH hidden units of one group the weights before them in one
-    # program, those behind them in another. BT BH (2 V + 4 (D + V)) FLOPs; reads and writes 2 (D + V) BH floats
-    # of state.
+    # A = E W2, then the next memory and momentum: of BH hidden units of one group the weights before them in
+    # one program, those behind them in another. BT BH (2 V + 4 (D + V)) FLOPs; reads and writes
+    # 2 (D + V) BH floats of state.
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
     g = tl.program_id(0).to(tl.int64)
@@ -79,8 +79,8 @@ def _learn(
     into_momentum = tl.load(table + (CHUNK + 1) * W + 2 + t, mask=t < length, other=0.0)[:, None]
     if tl.program_id(2) == 0:
         _learn_first(
-            k + first * D, state, z + first * H, e + first * V, a + first * H, beta, pushed, kept, into_memory,
-            into_momentum, t, h, length, D, H, V, BT, BD, BV, BH, PRECISION,
+            k + first * D, state, z + first * H, e + first * V, a + first * H, beta, pushed, kept,
+            into_memory, into_momentum, t, h, length, D, H, V, BT, BD, BV, BH, PRECISION,
         )  # fmt: skip
     else:
         _learn_second(
