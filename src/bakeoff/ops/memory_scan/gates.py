@@ -7,23 +7,9 @@ rates of exactly 0 and 1 are like all others.
 import torch
 import torch.nn.functional as F
 
-__all__ = ["products", "products_backward", "tables", "tables_backward"]
+from bakeoff.ops.memory_scan.plain import products, products_backward
 
-
-def products(x: torch.Tensor) -> torch.Tensor:
-    """P[t, i] = x_{i+1} ... x_t for t >= i, else 0, of x [..., n]."""
-    size = x.shape[-1]
-    below = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
-    one, zero = (torch.full((), number, dtype=x.dtype, device=x.device) for number in (1, 0))
-    return torch.where(below, torch.where(below.tril(-1), x[..., None], one).cumprod(-2), zero)
-
-
-def products_backward(found: torch.Tensor, dfound: torch.Tensor) -> torch.Tensor:
-    """The gradient of x, given what `products` found. x_l stands in P[t, i] for i < l <= t, between P[t, l]
-    and P[l - 1, i]. PyTorch's own gradient of a cumulative product asks on the host whether there is a
-    zero."""
-    behind = (found.mT @ dfound.tril())[..., 1:, :]
-    return F.pad((behind * found[..., :-1, :]).sum(-1), (1, 0))
+__all__ = ["tables", "tables_backward"]
 
 
 def tables(lr: torch.Tensor, decay: torch.Tensor, forget: torch.Tensor, out: torch.Tensor) -> None:

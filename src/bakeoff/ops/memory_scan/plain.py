@@ -10,12 +10,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bakeoff.ops.memory_scan.gates import products, products_backward
 from bakeoff.select.declare.compiled import compiled as compile_formula
 
 Ends = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 
-__all__ = ["chunk_step", "coefficients", "compiled", "eager", "product_dtype", "working_dtype"]
+__all__ = [
+    "at_the_end",
+    "chunk_step",
+    "coefficients",
+    "compiled",
+    "eager",
+    "product_dtype",
+    "products",
+    "products_backward",
+    "working_dtype",
+]
 
 
 def eager(
@@ -173,6 +182,22 @@ class _Products(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dfound: torch.Tensor) -> torch.Tensor:
         return products_backward(ctx.saved_tensors[0], dfound)
+
+
+def products(x: torch.Tensor) -> torch.Tensor:
+    """P[t, i] = x_{i+1} ... x_t for t >= i, else 0, of x [..., n]."""
+    size = x.shape[-1]
+    below = torch.ones(size, size, dtype=torch.bool, device=x.device).tril()
+    one, zero = (torch.full((), number, dtype=x.dtype, device=x.device) for number in (1, 0))
+    return torch.where(below, torch.where(below.tril(-1), x[..., None], one).cumprod(-2), zero)
+
+
+def products_backward(found: torch.Tensor, dfound: torch.Tensor) -> torch.Tensor:
+    """The gradient of x, given what `products` found. x_l stands in P[t, i] for i < l <= t, between P[t, l]
+    and P[l - 1, i]. PyTorch's own gradient of a cumulative product asks on the host whether there is a
+    zero."""
+    behind = (found.mT @ dfound.tril())[..., 1:, :]
+    return F.pad((behind * found[..., :-1, :]).sum(-1), (1, 0))
 
 
 def working_dtype(q: torch.Tensor, memory: torch.Tensor) -> torch.dtype:
