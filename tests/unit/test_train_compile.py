@@ -57,7 +57,7 @@ def test_a_compiled_run_trains_alike_and_opens_like_any_other(base: Config, tmp_
 def test_the_step_suite_writes_a_row_a_mode(
     base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suite, "_sized", lambda device: (base, ("eager", "compiled"), 1))
+    monkeypatch.setattr(suite, "_sized", lambda device: [("LLMMed small", base, ("eager", "compiled"), 1)])
     heard: list[suite.StepRow] = []
     suite.run_step("cpu", tmp_path / "step.json", hear=heard.append, budget_s=0.0)
     rows = suite.results.read(tmp_path / "step.json").rows
@@ -78,7 +78,7 @@ def test_the_bench_command_writes_steps_and_takes_them_up(
 ) -> None:
     out = tmp_path / "results" / "step.json"
     modes = ["eager"]
-    monkeypatch.setattr(suite, "_sized", lambda device: (base, tuple(modes), 1))
+    monkeypatch.setattr(suite, "_sized", lambda device: [("LLMMed small", base, tuple(modes), 1)])
 
     def bench(*more: str) -> list[dict[str, Any]]:
         words = ["bench", "--suite", "step", "--device", "cpu", "--out", str(out), "--budget", "1e-9", *more]

@@ -82,6 +82,8 @@ class Config(
     """Layers of a memory that learn while it reads."""
     max_lr: float = 0.1
     """Largest learning rate of the memories."""
+    forget: float = 0.01
+    """What a memory forgets at a token, before that is learned."""
     max_seq_len: int = 2048
     """Length of the rows it is trained on. Longer rows work, too."""
     rope_base: float = 10_000.0
@@ -102,11 +104,12 @@ class Config(
         for name in ("d_ff", "persistent"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        for name in ("rope_base", "max_lr"):
+        for name in ("rope_base", "max_lr", "forget"):
             if getattr(self, name) == 0.0:
                 raise ValueError(f"{name}=0 must be positive")
-        if self.dropout >= 1.0:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        for name in ("dropout", "forget"):
+            if getattr(self, name) >= 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1)")
         self._check_shape()
 
     def _check_shape(self) -> None:
@@ -206,7 +209,8 @@ def _memory(config: Config, read: Literal["after", "before", "chunk"], chunk: in
         return None
     return NeuralMemory(
         config.d_model, config.heads, config.expansion, chunk, read,
-        max_lr=config.max_lr, momentum=config.momentum, per_token=config.per_token, ascent=config.ascent,
+        max_lr=config.max_lr, forget=config.forget, momentum=config.momentum,
+        per_token=config.per_token, ascent=config.ascent,
         learns=config.learns, norm_eps=config.norm_eps,
     )  # fmt: skip
 

@@ -25,14 +25,13 @@ _TAPS = 4
 
 
 class Projected(nn.Module):
-    """SiLU of a short causal convolution of W x: x [B, T, D] to [B, T, parts D], at first without mixing."""
+    """SiLU of a short causal convolution of W x: x [B, T, D] to [B, T, parts D]. The taps are drawn, so that
+    from the first step a key may tell of the token before its value."""
 
     def __init__(self, dim: int, parts: int) -> None:
         super().__init__()
         self.linear = nn.Linear(dim, parts * dim, bias=False)
-        self.short = nn.Parameter(torch.zeros(parts * dim, _TAPS))
-        with torch.no_grad():
-            self.short[:, -1] = 1.0
+        self.short = nn.Parameter((2 * torch.rand(parts * dim, _TAPS) - 1) * _TAPS**-0.5)
 
     def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The result, and the state [B, taps - 1, parts D] with which the next piece goes on."""

@@ -15,7 +15,7 @@ import click
 from bakeoff.apps.bench import results
 from bakeoff.apps.bench.cards import FILES, cards, folded, note_on_sources, stamp
 from bakeoff.apps.bench.results import File, cell_of
-from bakeoff.apps.bench.step import MODES
+from bakeoff.apps.bench.step import MODES, OF_MEMORY
 from bakeoff.apps.bench.suites import cells
 from bakeoff.apps.tabular import markdown_table
 from bakeoff.select.contests.contest import regimes_of
@@ -189,7 +189,8 @@ def _selection(file: File, name: str, newest: bool) -> str:
 def _steps(file: File, name: str, newest: bool) -> str:
     headings = ("step", "mode", "us a step", "bytes/s", "launches", "syncs", "peak MiB", "loss", "on")
     lines = []
-    for row in sorted(file.rows, key=lambda row: MODES.index(row["mode"])):
+    order = [*OF_MEMORY[:1], *MODES]
+    for row in sorted(file.rows, key=lambda row: (row["model"], order.index(row["mode"]))):
         mode = row["mode"] + (" (not captured)" if row.get("reason") else "")
         times = [f"{row['step_us']:,.0f}", f"{row['tokens_per_s']:,.0f}"]
         counts = [_count(row["launches"]), _count(row["syncs"])]

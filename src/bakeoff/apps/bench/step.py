@@ -1,4 +1,5 @@
-"""Suite "step": a whole training step of the small LLM-Med, issued op by op, captured, compiled, and both.
+"""Suite "step": a whole training step of the small LLM-Med, issued op by op, captured, compiled, and both; of
+the TitanMAC of size "seed", by autograd in plain PyTorch, op by op, and captured.
 
 Every mode starts from the same weights and takes the same steps on the same bytes, so that their losses say
 whether they train alike.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 import bakeoff
 from bakeoff.apps.bench import results
+from bakeoff.apps.bench.autograd_memory import by_autograd
 from bakeoff.apps.bench.results import File, open_file
 from bakeoff.apps.train import Config, recipe, resolve
 from bakeoff.apps.train.data import Batches, ByteCorpus, split
@@ -30,9 +32,11 @@ from bakeoff.models import build
 from bakeoff.select import tune, using
 from bakeoff.timing import seconds_per_call
 
-__all__ = ["MODES", "StepRow", "run_step"]
+__all__ = ["MODES", "OF_MEMORY", "StepRow", "run_step"]
 
 MODES = ("eager", "captured", "compiled", "compiled+captured")
+OF_MEMORY = ("autograd", "eager", "captured")
+"""Modes of a model with neural memories."""
 _BLOCKS, _BATCHES, _WARM = 7, 8, 6
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
@@ -87,32 +91,29 @@ def run_step(
     Raises:
         ResultsError: `out` can't be read or written, or belongs to another machine or other versions.
     """
-    config, modes, steps = _sized(device)
     env = results.environment(device)
     file = open_file(out, env)
-    for mode in modes:
-        held = [row for row in file.rows if _same(row, config, mode)]
-        if resume and any(row.get("source_hash") == _source_hash() for row in held):
-            continue
-        announce(f"{mode}: holding contests, then measuring")
-        row = measured(config, torch.device(device), mode, steps, budget_s)
-        file = results.changed(out, env, functools.partial(_put, config=config, row=row))
-        hear(row)
+    for name, config, modes, steps in _sized(device):
+        for mode in modes:
+            held = [row for row in file.rows if _same(row, name, config, mode)]
+            if resume and any(row.get("source_hash") == _source_hash() for row in held):
+                continue
+            announce(f"{name}, {mode}: holding contests, then measuring")
+            row = measured(config, torch.device(device), mode, steps, budget_s, name)
+            file = results.changed(out, env, functools.partial(_put, config=config, row=row))
+            hear(row)
     return file
 
 
 def _put(file: File, config: Config, row: StepRow) -> None:
-    others = [other for other in file.rows if not _same(other, config, row.mode)]
+    others = [other for other in file.rows if not _same(other, row.model, config, row.mode)]
     file.rows = [*others, msgspec.to_builtins(row)]
 
 
-def _same(row: dict[str, Any], config: Config, mode: str) -> bool:
-    """Whether a stored row measures this mode of this step."""
-    return (row.get("mode"), row.get("batch"), row.get("seq")) == (
-        mode,
-        config.train.batch_size,
-        config.seq_len,
-    )
+def _same(row: dict[str, Any], name: str, config: Config, mode: str) -> bool:
+    """Whether a stored row measures this mode of this model's step."""
+    measured = (row.get("model"), row.get("mode"), row.get("batch"), row.get("seq"))
+    return measured == (name, mode, config.train.batch_size, config.seq_len)
 
 
 @functools.cache
@@ -124,28 +125,49 @@ def _source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def _sized(device: str) -> tuple[Config, tuple[str, ...], int]:
-    """(configuration, modes, steps a block); on a GPU 48 rows of 512 bytes, as in published results."""
+def _sized(device: str) -> list[tuple[str, Config, tuple[str, ...], int]]:
+    """(model, configuration, modes, steps a block); on a GPU 48 and 4 rows of 512 bytes, as in published
+    results."""
     if device.startswith("cuda"):
-        given = ["train.batch_size=48", "train.seq_len=512"]
-        return resolve(recipe("llm-med"), None, given), MODES, 20
+        sizes = [("LLMMed small", "llm-med", 48, MODES, 20), ("TitanMAC seed", "titan-mac", 4, OF_MEMORY, 5)]
+        return [
+            (
+                name,
+                resolve(recipe(base), None, [f"train.batch_size={rows}", "train.seq_len=512"]),
+                modes,
+                steps,
+            )
+            for name, base, rows, modes, steps in sizes
+        ]
     given = ["train.batch_size=2", "train.seq_len=64"]
-    return resolve(recipe("llm-med"), None, given), ("eager", "compiled"), 1
+    return [("LLMMed small", resolve(recipe("llm-med"), None, given), ("eager", "compiled"), 1)]
 
 
-def measured(config: Config, device: torch.device, mode: str, steps: int, budget_s: float = 60.0) -> StepRow:
-    """One mode's row: `steps` a block."""
+def measured(
+    config: Config,
+    device: torch.device,
+    mode: str,
+    steps: int,
+    budget_s: float = 60.0,
+    name: str = "LLMMed small",
+) -> StepRow:
+    """One mode's row: `steps` a block. In mode "autograd" every op is plain PyTorch, and memories learn by
+    autograd."""
     captured, compiled = "captured" in mode, "compiled" in mode
     config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, compile=compiled))
     torch.compiler.reset()
     _reset_peak(device)
-    with using(regime="graph" if captured else "eager"):
+    plain = mode == "autograd"
+    with using("off") if plain else using(regime="graph" if captured else "eager"):
         torch.manual_seed(0)
         model = build(config.model).to(device).train()
+        if plain:
+            by_autograd(model)
         stepper = Stepper(model, config, device)
         batches = _batches(config, device)
         rate = config.optim.lr
-        tune(lambda: stepper.rehearse(batches[0].to(device)), budget_s)
+        if not plain:
+            tune(lambda: stepper.rehearse(batches[0].to(device)), budget_s)
         selected = _selected(lambda: stepper.rehearse(batches[0].to(device)), config)
         if captured:
             stepper.capture()
@@ -164,7 +186,7 @@ def measured(config: Config, device: torch.device, mode: str, steps: int, budget
         median = statistics.median(times)
         tokens = config.train.batch_size * config.seq_len
         return StepRow(
-            model="LLMMed small",
+            model=name,
             mode=mode,
             batch=config.train.batch_size,
             seq=config.seq_len,

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from bakeoff.apps.bench import contests, launch, regret, results, step
+from bakeoff.apps.bench import contests, launch, recall, regret, results, step
 from bakeoff.apps.bench.regret import SelectionRow
 from bakeoff.apps.bench.results import ResultsError
 from bakeoff.apps.bench.suites import Cell, cells
@@ -43,6 +43,11 @@ def run(
                 "--suite step measures whole steps: leave OP, --filter, --regimes and --jobs out"
             )
         _run_step(device, out, 60.0 if budget is None else budget, resume)
+        return
+    if suite == "recall":
+        if names or regimes or jobs > 1 or budget is not None:
+            raise ResultsError("--suite recall trains models: leave OP, --budget, --regimes and --jobs out")
+        _run_recall(device, out, text, resume)
         return
     ops = [find_op(name) for name in names] or list(declared().values())
     if suite == "launch":
@@ -112,6 +117,25 @@ def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> Non
 
     with working(printer, "measuring the device's limits") as status:
         step.run_step(device, out, budget_s=budget, resume=resume, hear=hear, announce=status.update)
+    print_plain(printer, f"results: {out}")
+
+
+def _run_recall(device: str, out: Path | None, text: str, resume: bool) -> None:
+    forms = tuple(form for form in recall.FORMS if text in form)
+    if not forms:
+        raise ResultsError(f"no form's name contains {text!r}; the forms are {', '.join(recall.FORMS)}")
+    out = out or Path("results", results.slug(device), "recall.json")
+    printer = console()
+    printer.print(f"{len(forms)} forms of TitanMAC on {device}, to {out}", highlight=False)
+
+    def hear(row: recall.RecallRow) -> None:
+        right = ", ".join(f"{share:.1%} behind {noise}" for noise, share in row.accuracy.items())
+        print_plain(
+            printer, f"{row.form:24} seed {row.seed}  {row.steps} steps in {row.seconds:.0f} s  {right}"
+        )
+
+    with working(printer, "measuring the device's limits") as status:
+        recall.run_recall(device, out, forms=forms, resume=resume, hear=hear, announce=status.update)
     print_plain(printer, f"results: {out}")
 
 

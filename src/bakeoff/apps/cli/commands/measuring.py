@@ -15,19 +15,25 @@ __all__ = ["bench", "compare"]
 @click.argument("names", metavar="[OP]...", nargs=-1)
 @click.option(
     "--suite",
-    type=click.Choice(["ops", "selection", "step", "launch"]),
+    type=click.Choice(["ops", "selection", "step", "launch", "recall"]),
     default="ops",
     show_default=True,
     help="ops: all candidates and peers. selection: time lost by the choices, overhead of choosing, time to "
     "tune. step: a whole training step, eager, captured, compiled, and both. launch: the host's and the "
-    "device's time of every candidate at lengths from 256 to 16384.",
+    "device's time of every candidate at lengths from 256 to 16384. recall: TitanMAC, with and without what "
+    "its memory consists of, trained to recall pairs that are out of its attention's reach.",
 )
 @click.option(
     "--regimes", help="Comma-separated: eager,graph,compiled. [default: all the device has but compiled]"
 )
 @options.device
 @options.out("Results file. [default: results/GPU/SUITE.json]")
-@click.option("--filter", "text", default="", help="Only cases whose name or shapes contain this text.")
+@click.option(
+    "--filter",
+    "text",
+    default="",
+    help="Only cases whose name or shapes (in --suite recall: forms whose name) contain this text.",
+)
 @options.budget(
     "Seconds measured per contest; verification comes on top. [default: 2; in --suite step 60, for all "
     "contests of a mode]"
@@ -61,6 +67,7 @@ def bench(**values: Any) -> None:
       bakeoff bench --suite selection --out results/h200/selection.json
       bakeoff bench --suite step --resume
       bakeoff bench --suite launch rotary
+      bakeoff bench --suite recall --filter lmm
       bakeoff bench --jobs 8
       bakeoff bench swiglu --thorough --variants
     """

@@ -1,0 +1,105 @@
+"""TitanMAC on a GPU: steps never wait, a replayed step is the eager one, what it writes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import bakeoff
+from bakeoff.apps.train.config import Config as RunConfig
+from bakeoff.apps.train.config import Optim, Train
+from bakeoff.apps.train.step import Stepper
+from bakeoff.graphs import forbid_sync
+from bakeoff.models.titan_mac import Cache, Config, TitanMAC
+from bakeoff.nn import NeuralMemory
+from bakeoff.select import using
+
+CUDA = torch.device("cuda", 0)
+SMALL: dict[str, Any] = {
+    "d_model": 128, "layers": 2, "heads": 2, "segment": 64, "persistent": 4, "chunk": 32, "max_seq_len": 128,
+}  # fmt: skip
+FORMS = [{}, {"gate": "segment"}, {"variant": "mag"}, {"variant": "lmm"}, {"learns": "last"}]
+EVERY = pytest.mark.parametrize("changes", FORMS, ids=["mac", "segments", "mag", "lmm", "last layer"])
+STEPS = 6
+
+
+def batches(count: int = STEPS) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(256, (4, 129), dtype=torch.uint8, generator=draw).to(CUDA) for _ in range(count)]
+
+
+def stepper(changes: dict[str, Any], precision: str = "bf16") -> Stepper:
+    torch.manual_seed(0)
+    config = RunConfig(
+        model=Config(**{**SMALL, **changes}),
+        optim=Optim(lr=1e-3),
+        train=Train(batch_size=4, precision=precision, device="cuda"),  # type: ignore[arg-type]
+    )
+    assert isinstance(config.model, Config)
+    return Stepper(TitanMAC(config.model).to(CUDA).train(), config, CUDA)
+
+
+@EVERY
+def test_a_step_never_waits_for_the_device(changes: dict[str, Any]) -> None:
+    made = stepper(changes)
+    for number, rows in enumerate(batches()):
+        if number < 3:
+            made(rows, 1e-3)
+            continue
+        with forbid_sync():
+            made(rows, 1e-3)
+    assert made.read(STEPS)["skipped"] == 0
+
+
+@EVERY
+def test_a_replayed_step_is_the_eager_one(changes: dict[str, Any]) -> None:
+    ends = []
+    for capture in (False, True):
+        with using(regime="graph"):
+            made = stepper(changes, "float32")
+            if capture:
+                made.capture()
+            for rows in batches():
+                made(rows, 1e-3)
+        assert made.uncaptured == ""
+        assert (made.captured is not None and made.captured.captured) == capture
+        ends.append([p.detach().clone() for p in made.model.parameters()])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@EVERY
+def test_decoding_equals_the_whole_pass(changes: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = TitanMAC(Config(**{**SMALL, **changes})).to(CUDA).double()
+    ids = torch.randint(256, (2, 150), device=CUDA)
+    with torch.no_grad():
+        whole, _ = model(ids)
+        cache = Cache(model.config)
+        pieces = [model.decode(piece, cache) for piece in ids.split([70, 1, 1, 50, 28], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-6, atol=1e-6)
+
+
+def test_it_writes_text_and_leaks_nothing() -> None:
+    torch.manual_seed(0)
+    model = TitanMAC(Config(**SMALL)).to(CUDA)
+    text = model.generate(torch.randint(256, (2, 5), device=CUDA), 70, temperature=0.0)
+    assert text.shape == (2, 75)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        bakeoff.assert_causal(model, length=128, samples=2, check_decode=False)
+
+
+@pytest.mark.parametrize("read", ["after", "before", "chunk"])
+def test_the_memory_in_bf16_is_near_that_in_float64(read: Any) -> None:
+    torch.manual_seed(0)
+    memory = NeuralMemory(256, heads=4, chunk=64, read=read).to(CUDA)
+    x = torch.randn(2, 300, 256, device=CUDA)
+    with torch.no_grad():
+        exact, _ = memory.double()(x.double())
+        memory.float()
+        plain, _ = memory(x)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            cast, _ = memory(x)
+    torch.testing.assert_close(plain.double(), exact, rtol=0, atol=2e-2)
+    assert (cast.double() - exact).square().mean().sqrt() < 0.05 * exact.square().mean().sqrt()
