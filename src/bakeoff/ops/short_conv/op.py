@@ -76,8 +76,8 @@ def bucket(case: Case) -> Case:
 
 
 def cost(case: Case) -> Cost:
-    """Forward reads x and writes y; backward reads x and dy and writes dx; the rest is small. FLOPs: the sums,
-    4 an element for SiLU; backward the sums again for SiLU, its slope, and two sums more."""
+    """Forward reads x and writes y; backward reads x and dy and writes dx; the rest is small. FLOPs: the sum
+    and 4 for SiLU; backward both again for SiLU's slope, and a sum for each of dx and dweight."""
     x, taps = case.x, case.weight.shape[1]
     small = sum(meta.nbytes for name, meta in case.tensors.items() if name != "x")
     silu = 4 if case.activation else 0
