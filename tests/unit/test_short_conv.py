@@ -38,6 +38,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "integers": ({"x": torch.ones(2, 5, 3).int()}, TypeError, "x is torch.int32; convert it"),
     "candidate": ({"impl": "cuda"}, Unsupported, "no candidate 'cuda'; it has eager, compiled"),
+    "CPU": ({"impl": "triton"}, Unsupported, "runs on CUDA, not on cpu"),
 }  # fmt: skip
 
 

@@ -16,7 +16,9 @@ from bakeoff.kernels.variants import Tilings
 
 __all__ = ["Declaration", "constants", "derived", "parameters", "reached", "twice"]
 
-_SCHEMA = {float: "float", int: "SymInt", bool: "bool", str: "str", torch.dtype: "ScalarType"}
+_SCHEMA: dict[Any, str] = {
+    float: "float", int: "SymInt", bool: "bool", str: "str", str | None: "str?", torch.dtype: "ScalarType",
+}  # fmt: skip
 """Types of arguments as torch.library writes them."""
 
 
@@ -143,5 +145,6 @@ def _kind(op: str, name: str, hint: Any) -> str:
         return "Tensor?"
     if hint in _SCHEMA:
         return _SCHEMA[hint]
-    expected = ", ".join(["Tensor", "Tensor | None", *(kind.__name__ for kind in _SCHEMA)])
+    known = (getattr(kind, "__name__", str(kind)) for kind in _SCHEMA)
+    expected = ", ".join(["Tensor", "Tensor | None", *known])
     raise TypeError(f"{op}: argument {name} is declared as {hint}, expected one of {expected}")

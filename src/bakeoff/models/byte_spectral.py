@@ -24,7 +24,7 @@ from bakeoff.models.checks import check_cache, check_fields, check_ids, check_ki
 from bakeoff.models.generation import Generates
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, RMSNorm, attend
 from bakeoff.nn.filters import MinimumPhase, Past, Poles, Taps, WholeRow
-from bakeoff.ops import byte_spectral, long_conv
+from bakeoff.ops import byte_spectral, short_conv
 
 __all__ = ["SIZES", "ByteSpectralLM", "Cache", "Config"]
 
@@ -182,9 +182,14 @@ class Mixer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
         past = None if cache is None else cache.past
-        whole, before = (x, 0) if past is None else past.behind(f"{self.layer} short", x, _SHORT - 1)
-        mixed = long_conv(whole, self.short)
-        q, k, v = self.qkv(mixed[:, before:] if before else mixed).chunk(3, dim=-1)
+        place = f"{self.layer} short"
+        held = None if past is None else past.kept.get(place)
+        mixed, held = short_conv(
+            x, self.short.flip(1), state=held
+        )  # which takes the present input's tap last
+        if past is not None:
+            past.kept[place] = held
+        q, k, v = self.qkv(mixed).chunk(3, dim=-1)
         if self.filter is not None:
             y = self.filter(k, v, q, past, f"{self.layer} filter")
         else:

@@ -20,7 +20,7 @@ def short_conv(
     cu_seqlens: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y[b, t, c] = act(bias[c] + sum_{j=0}^{W-1} weight[c, W-1-j] * x[b, t-j, c]), a short filter per channel.
+    """y[b, t, c] = act(bias[c] + sum_{j=0}^{W-1} weight[c, W-1-j] * x[b, t-j, c]), W taps a channel.
 
     Inputs before position 0 are those in `state`, or 0. y[b, t] depends on x[b, ..t] alone. A sequence may be
     fed in pieces, each with the state that the one before returned; T = 1 is a decoding step. Computed in

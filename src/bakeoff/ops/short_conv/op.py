@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
-from bakeoff.ops.short_conv import plain
+from bakeoff.ops.short_conv import peers, plain
 from bakeoff.ops.short_conv.reference import short_conv as reference
-from bakeoff.select import Candidate, Case, Cost, Op, TensorMeta, register
+from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.abilities import kernel_candidate, needs_native
 from bakeoff.select.declare.arguments import INTEGER, Arguments, Choice, Tensor
 from bakeoff.select.declare.compiled import compiled_candidate
 from bakeoff.select.declare.key import round_rows, with_layout
@@ -160,10 +161,24 @@ def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> torch.Tenso
     return lengths.cumsum(0).to(meta.dtype)
 
 
+def triton_supports(case: Case) -> str | None:
+    """Why the Triton kernels can't take `case`, or None."""
+    return needs_native(case, besides=("cu_seqlens",)) or (
+        "a sequence is too long" if case.x.shape[1] >= 1 << 30 else None
+    )
+
+
 def heuristic(case: Case, regime: str) -> str:
-    """What PyTorch has."""
-    del case, regime
-    return "eager"
+    """The kernels wherever they can run: PyTorch's depthwise convolution turns channels and time around, and
+    torch.compile leaves it as it is."""
+    del regime
+    return "eager" if not case.device.startswith("cuda") or triton_supports(case) else "triton"
+
+
+def _triton() -> Implementation:
+    from bakeoff.ops.short_conv.triton import short_conv
+
+    return short_conv
 
 
 OP = Op(
@@ -172,6 +187,21 @@ OP = Op(
     candidates=(
         Candidate("eager", plain.eager),
         compiled_candidate(reference),
+        kernel_candidate("triton", _triton, triton_supports),
+        Candidate(
+            "fla",
+            peers.fla,
+            supports=peers.fla_supports,
+            requires=("fla", "triton"),
+            traceable=False,
+        ),
+        Candidate(
+            "causal_conv1d",
+            peers.causal_conv1d,
+            supports=peers.causal_conv1d_supports,
+            requires=("causal_conv1d",),
+            traceable=False,
+        ),
     ),
     check=check,
     bucket=bucket,
