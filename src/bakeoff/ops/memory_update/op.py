@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
+from bakeoff.kernels.counter import launches
 from bakeoff.ops.memory_update import plain
 from bakeoff.ops.memory_update.reference import memory_update as reference
 from bakeoff.ops.memory_update.reference import memory_update_ as in_place_reference
-from bakeoff.select import Candidate, Case, Cost, Op, TensorMeta, register
+from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.abilities import kernel_candidate, needs_native
 from bakeoff.select.declare.arguments import INTEGER, REAL, Arguments, Choice, Number, Tensor
 from bakeoff.select.declare.compiled import compiled_candidate
 from bakeoff.select.declare.key import round_rows, with_layout
@@ -18,6 +20,7 @@ __all__ = ["IN_PLACE", "MEMORY", "MOMENTUM", "OP"]
 MEMORY = ("memory_w1", "memory_b1", "memory_w2", "memory_b2")
 MOMENTUM = ("momentum_w1", "momentum_b1", "momentum_w2", "momentum_b2")
 GATES = ("lr", "decay", "forget")
+_MOST = 1 << 20
 _GATE = "pass a tensor of one number for each group, on the device"
 
 
@@ -143,10 +146,46 @@ def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> torch.Tenso
     return normal / math.sqrt(shape[-1]) if len(shape) == 3 else 0.1 * normal
 
 
+def triton_supports(case: Case) -> str | None:
+    """Why the Triton kernels can't take `case`, or None."""
+    reason = needs_native(case, besides=("skipped",))
+    if reason is None and 0 in (case.k.numel, case.v.numel):
+        return "nothing to learn from"
+    if reason is None and max(*case.k.shape[1:], *case.memory_w2.shape[1:]) >= _MOST:
+        return f"takes up to {_MOST} rows and features"
+    return reason
+
+
+def in_place_supports(case: Case) -> str | None:
+    """Why the Triton kernels can't write over the memory of `case`, or None."""
+    strided = [name for name in (*MEMORY, *MOMENTUM) if not getattr(case, name).is_contiguous]
+    if case.skipped is not None and not case.skipped.is_contiguous:
+        strided.append("skipped")
+    return triton_supports(case) or (f"writes contiguous tensors only, not {strided[0]}" if strided else None)
+
+
 def heuristic(case: Case, regime: str) -> str:
-    """Plain PyTorch."""
-    del case, regime
-    return "eager"
+    """The kernels wherever they can run."""
+    del regime
+    return "triton" if case.device.startswith("cuda") and triton_supports(case) is None else "eager"
+
+
+def in_place_heuristic(case: Case, regime: str) -> str:
+    """The kernels wherever they can run."""
+    del regime
+    return "triton" if case.device.startswith("cuda") and in_place_supports(case) is None else "eager"
+
+
+def _triton() -> Implementation:
+    from bakeoff.ops.memory_update.triton import memory_update
+
+    return memory_update
+
+
+def _triton_in_place() -> Implementation:
+    from bakeoff.ops.memory_update.triton import in_place
+
+    return in_place
 
 
 _FEATURES = {
@@ -163,6 +202,7 @@ OP = Op(
         Candidate("eager", plain.eager),
         Candidate("manual", plain.manual),
         compiled_candidate(plain.manual),
+        kernel_candidate("triton", _triton, triton_supports),
     ),
     check=check,
     bucket=bucket,
@@ -178,12 +218,23 @@ OP = Op(
 IN_PLACE = Op(
     name="memory_update_",
     reference=in_place_reference,
-    candidates=(Candidate("eager", plain.in_place, has_backward=False, traceable=False),),
+    candidates=(
+        Candidate("eager", plain.in_place, has_backward=False, traceable=False),
+        Candidate(
+            "triton",
+            load=_triton_in_place,
+            supports=in_place_supports,
+            requires=("triton",),
+            has_backward=False,
+            traceable=False,
+            launches=launches,
+        ),
+    ),
     check=check_in_place,
     bucket=bucket,
     cost=cost,
     cases=lambda: [_forward_only(case) for case in cases()[:4]],
-    heuristic=heuristic,
+    heuristic=in_place_heuristic,
     features=_FEATURES,
     batched=_GROUPED,
     settings=frozenset({"max_norm"}),

@@ -1,0 +1,147 @@
+"""The gradient of a memory's loss in launches: what forward and backward share."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bakeoff import hardware
+from bakeoff.kernels.layout import alignment
+from bakeoff.kernels.plan import Plan
+from bakeoff.kernels.triton import TritonKernel
+from bakeoff.ops.memory_update import kernels
+from bakeoff.ops.memory_update.kernels import Tiling
+from bakeoff.ops.memory_update.kernels import forward as forward_kernels
+from bakeoff.ops.memory_update.reference import loss_factor
+
+__all__ = ["Gradient", "Sizes", "dense", "gradient_of", "rows_of"]
+
+_narrow = TritonKernel(forward_kernels._narrow)
+_hidden = TritonKernel(forward_kernels._hidden)
+_error = TritonKernel(forward_kernels._error)
+_hidden_slope = TritonKernel(forward_kernels._hidden_slope)
+_gradient = TritonKernel(forward_kernels._gradient)
+
+_MOST_STRIDE = 1 << 23  # 128 rows of it in 32 bits
+
+
+class Sizes(NamedTuple):
+    """Groups, rows, and the features of keys, hidden layer and values."""
+
+    G: int
+    N: int
+    D: int
+    H: int
+    V: int
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor, w1: Tensor) -> "Sizes":
+        """Those of a call."""
+        G, N, D = k.shape
+        return cls(G, N, D, w1.shape[1], v.shape[2])
+
+    @property
+    def features(self) -> tuple[int, int, int]:
+        return self.D, self.H, self.V
+
+
+class Gradient(NamedTuple):
+    """What the gradient's launches made. Matrices are in the dtype of products."""
+
+    w1: Tensor
+    w2: Tensor
+    z: Tensor
+    h: Tensor
+    e: Tensor | None
+    dy: Tensor
+    dh: Tensor | None
+    dz: Tensor
+    losses: Tensor | None
+    g: Tensor | None
+    squares: Tensor | None
+    tiling: Tiling
+    constants: dict[str, Any]
+    """Sizes of tiles, precision and options of products over rows."""
+
+
+def rows_of(plan: Plan, t: Tensor, name: str) -> tuple[Tensor, dict[str, int]]:
+    """`t` [G, N, features] as rows one stride apart, and that stride as kernels take it."""
+    rows, stride = plan.rows(t)
+    if stride >= _MOST_STRIDE:
+        rows, stride = plan.contiguous(t), t.shape[-1]
+    align = alignment(stride)
+    return rows, {f"{name}_units": stride // align, f"{name.upper()}_ALIGN": align}
+
+
+def dense(plan: Plan, t: Tensor | None) -> Tensor | None:
+    """`t` or a contiguous copy; None for None."""
+    return None if t is None else plan.contiguous(t)
+
+
+def gradient_of(
+    plan: Plan,
+    k: Tensor,
+    v: Tensor,
+    memory: Sequence[Tensor],
+    row_weight: Tensor | None,
+    reduction: str,
+    tf32: bool,
+    tiling: Tiling | None,
+    *,
+    again: bool = False,
+    whole: bool = True,
+) -> Gradient:
+    """Launches what the gradient of each group takes; `memory` is contiguous.
+
+    `again`, in a backward: what only that reads is stored, too, and neither losses nor squares are.
+    `whole`: as far as the gradient; else as far as its rows.
+    """
+    w1, b1, w2, b2 = memory
+    sizes = Sizes.of(k, v, w1)
+    G, N, D, H, V = sizes
+    tiling = tiling or kernels.tiling_for(*sizes, k.itemsize, hardware.multiprocessors(k.get_device()))
+    k, k_numbers = rows_of(plan, k, "k")
+    v, v_numbers = rows_of(plan, v, "v")
+    row_weight = dense(plan, row_weight)
+    rows: dict[str, Any] = {**tiling.over_rows(D, H, V), "PRECISION": kernels.precision(k.dtype, tf32)}
+    tiles = G * kernels.across(N, rows["ROWS"])
+    wide_h, wide_v = tiles * kernels.across(H, rows["COLS"]), tiles * kernels.across(V, rows["COLS"])
+    z, h, dz = (plan.empty((G, N, H), k.dtype) for _ in range(3))
+    dy = plan.empty((G, N, V), k.dtype)
+    e = plan.empty((G, N, V), k.dtype) if again and row_weight is not None else None
+    dh = plan.empty((G, N, H), k.dtype) if again else None
+    losses = None if again else plan.empty((G, wide_v // G), torch.float32)
+    sums1 = plan.empty((tiles, H), torch.float32) if whole else None
+    sums2 = plan.empty((tiles, V), torch.float32) if whole else None
+    if k.dtype != w1.dtype:
+        w1, w2 = _narrowed(plan, w1, w2, k.dtype)
+    plan.launch(_hidden, (wide_h,), k=k, w1=w1, b1=b1, z=z, h=h, N=N, D=D, H=H, **k_numbers, **rows)
+    plan.launch(
+        _error, (wide_v,), h=h, w2=w2, b2=b2, v=v, weight=row_weight, dy=dy, e=e, losses=losses, sums2=sums2,
+        N=N, H=H, V=V, **v_numbers, **rows,
+    )  # fmt: skip
+    plan.launch(_hidden_slope, (wide_h,), dy=dy, w2=w2, z=z, dh=dh, dz=dz, sums1=sums1, N=N, H=H, V=V, **rows)
+    g = squares = None
+    if whole:
+        sums = tiling.over_all(D, H, V)
+        programs = kernels.gradient_programs(D, H, V, sums["ROWS"], sums["COLS"])
+        g = plan.empty(kernels.flat(G, D, H, V), torch.float32)
+        squares = None if again else plan.empty((G, programs), torch.float32)
+        plan.launch(
+            _gradient, (G * programs,), dz=dz, k=k, dy=dy, h=h, sums1=sums1, sums2=sums2, g=g,
+            squares=squares, N=N, tiles=tiles // G, factor=2 * loss_factor(reduction, N, V), D=D, H=H, V=V,
+            PRECISION=rows["PRECISION"], **k_numbers, **sums,
+        )  # fmt: skip
+    return Gradient(w1, w2, z, h, e, dy, dh, dz, losses, g, squares, tiling, rows)
+
+
+def _narrowed(plan: Plan, w1: Tensor, w2: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both matrices in another dtype, in one launch."""
+    narrow1, narrow2 = plan.empty(w1.shape, dtype), plan.empty(w2.shape, dtype)
+    programs = sum(kernels.across(w.numel(), kernels.BLOCK) for w in (w1, w2))
+    plan.launch(
+        _narrow, (programs,), w1=w1, w2=w2, narrow1=narrow1, narrow2=narrow2,
+        size1=w1.numel(), size2=w2.numel(), BLOCK=kernels.BLOCK, num_warps=8,
+    )  # fmt: skip
+    return narrow1, narrow2
