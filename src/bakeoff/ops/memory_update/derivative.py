@@ -179,9 +179,11 @@ def _through_rows(
     sums2 = plan.empty((tiles, V), torch.float32) if learns else None
     weights = None if dweight is None else plan.empty((G * N, tiles_v), torch.float32)
     u1, v1, u2, v2 = u
+    bent = {**rows, "COLS": min(rows["COLS"], kernels.BENT)}
     plan.launch(
-        _z_bar, (wide_h,), k=k, u1=u1, v1=v1, z=found.z, dh=found.dh, dh_bar=dh_bar, z_bar=z_bar,
-        N=N, D=D, H=H, **k_numbers, **rows,
+        _z_bar, (tiles * kernels.across(H, bent["COLS"]),), k=k,
+        u1=u1, v1=v1, z=found.z, dh=found.dh, dh_bar=dh_bar, z_bar=z_bar,
+        N=N, D=D, H=H, **k_numbers, **bent,
     )  # fmt: skip
     plan.launch(
         _e_bar, (wide_v,), h=found.h, u2=u2, dh_bar=dh_bar, w2=found.w2, v2=v2, dy=found.dy, e=found.e,

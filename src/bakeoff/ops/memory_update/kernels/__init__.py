@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "BENT",
     "BLOCK",
     "Tiling",
     "across",
@@ -18,6 +19,8 @@ __all__ = [
 
 BLOCK = 4096
 """Elements that one program of an elementwise pass takes."""
+BENT = 64
+"""Most columns of a tile that takes two derivatives of the activation: more don't fit into registers."""
 _HIP = torch.version.hip is not None
 
 
@@ -58,7 +61,7 @@ def _padded(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-_SMALL_16 = Tiling(128, 64, 64, 4, 4, 64, 64, 64, 4, 4)
+_SMALL_16 = Tiling(128, 64, 64, 8, 4, 64, 64, 64, 4, 4)
 _LARGE_16 = Tiling(128, 128, 64, 8, 3, 128, 128, 64, 8, 3)
 _SMALL_32 = Tiling(64, 64, 32, 4, 3, 64, 64, 32, 4, 3)
 _LARGE_32 = Tiling(128, 64, 32, 8, 3, 128, 64, 32, 8, 3)
