@@ -21,9 +21,7 @@ SPILLS = {"_h_bar": 16, "_error": 48}
 ELEMENTWISE = ["_narrow", "_step", "_dots", "_spread", "_row_sums"]
 
 
-def compiled(
-    name, target, dtype=torch.bfloat16, *, absent=(), tiling=None, sizes=(512, 512, 512), tf32=False
-):
+def compiled(name, target, dtype=torch.bfloat16, *, absent=(), tiling=None, sizes=(512, 512, 512)):
     """The kernel called `name`, by default in the default tiling of a large case; `absent` are None."""
     kernel = next(getattr(room, name) for room in (forward, state, backward) if hasattr(room, name))
     D, H, V = sizes
@@ -37,7 +35,7 @@ def compiled(
         options = {"num_warps": 4 if name == "_row_sums" else 8}
     constants = {
         "D": D, "H": H, "V": V, "K_ALIGN": 16, "V_ALIGN": 16, "BLOCK": kernels.BLOCK, "TILES": 4,
-        "PRECISION": kernels.precision(dtype, tf32, hip), **tile,
+        "PRECISION": kernels.precision(dtype, hip), **tile,
     }  # fmt: skip
     if name == "_row_sums":
         constants["BLOCK"] = 256
@@ -123,10 +121,9 @@ def test_odd_features(name, sizes):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("tf32", [False, True])
 @pytest.mark.parametrize("name", [*OVER_ROWS, *OVER_ALL])
-def test_every_variant_fits(name, dtype, tf32):
+def test_every_variant_fits(name, dtype):
     case = next(c for c in OP.cases() if c.k.dtype == (dtype if dtype.itemsize == 4 else torch.bfloat16))
     for tiling in kernels.tilings(case, 132):
-        built = compiled(name, "sm_90", dtype, tiling=tiling, tf32=tf32)
+        built = compiled(name, "sm_90", dtype, tiling=tiling)
         assert built.shared <= SHARED_LIMIT["sm_90"], tiling

@@ -179,5 +179,5 @@ def test_the_contest_s_verification(op):
 
 
 def test_opcheck():
-    args = [*arguments(tensors(1, 6, 4, 4, 3), 0.5), False]
+    args = arguments(tensors(1, 6, 4, 4, 3), 0.5)
     torch.library.opcheck(triton.op.traced.forward, (*args, True, ""))

@@ -46,7 +46,8 @@ def memory_update(
     gradients go through the step itself, clipping included. The host never waits for the device.
 
     Groups are independent (samples times heads). 16-bit keys and values are multiplied in their dtype with
-    sums in float32; float32 ones as torch.backends.cuda.matmul.allow_tf32 says; float64 ones in float64.
+    sums in float32, float64 ones in float64. torch.backends.cuda.matmul.allow_tf32 decides how plain PyTorch
+    multiplies float32 ones; the kernels keep their precision.
 
     Args:
         k: [G, N, D] keys, float16, bfloat16, float32 or float64.

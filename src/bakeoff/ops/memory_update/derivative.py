@@ -46,7 +46,6 @@ def backward(
     max_norm: float,
     reduction: str,
     row_weight: Tensor | None,
-    tf32: bool,
     norm: Tensor,
     dnew_w1: Tensor | None,
     dnew_b1: Tensor | None,
@@ -91,7 +90,7 @@ def backward(
     whole = dlr is not None or dnorm is not None or (clips and through_rows)
     found = None
     if whole or through_rows:
-        found = gradient_of(plan, k, v, memory, row_weight, reduction, tf32, tiling, again=True, whole=whole)
+        found = gradient_of(plan, k, v, memory, row_weight, reduction, tiling, again=True, whole=whole)
     speed_grads = (dmomentum_w1, dmomentum_b1, dmomentum_w2, dmomentum_b2)
     u = _spread_out(
         plan, Sizes.of(k, v, w1), memory, momentum, gates, bars, dense(plan, dnorm), norm,

@@ -86,7 +86,6 @@ def gradient_of(
     memory: Sequence[Tensor],
     row_weight: Tensor | None,
     reduction: str,
-    tf32: bool,
     tiling: Tiling | None,
     *,
     again: bool = False,
@@ -104,7 +103,7 @@ def gradient_of(
     k, k_numbers = rows_of(plan, k, "k")
     v, v_numbers = rows_of(plan, v, "v")
     row_weight = dense(plan, row_weight)
-    rows: dict[str, Any] = {**tiling.over_rows(D, H, V), "PRECISION": kernels.precision(k.dtype, tf32)}
+    rows: dict[str, Any] = {**tiling.over_rows(D, H, V), "PRECISION": kernels.precision(k.dtype)}
     tiles = G * kernels.across(N, rows["ROWS"])
     wide_h, wide_v = tiles * kernels.across(H, rows["COLS"]), tiles * kernels.across(V, rows["COLS"])
     z, h, dz = (plan.empty((G, N, H), k.dtype) for _ in range(3))

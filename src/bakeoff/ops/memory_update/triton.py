@@ -46,10 +46,9 @@ def results(
     max_norm: float,
     reduction: str,
     row_weight: Tensor | None,
-    tf32: bool,
 ) -> tuple[Tensor, ...]:
     """Room for the new memory and momentum, for loss, norm and ok."""
-    del v, lr, decay, forget, max_norm, reduction, row_weight, tf32, momentum_w1, momentum_b1, momentum_w2
+    del v, lr, decay, forget, max_norm, reduction, row_weight, momentum_w1, momentum_b1, momentum_w2
     del momentum_b2
     old = (w1, b1, w2, b2)
     G = k.shape[0]
@@ -77,7 +76,6 @@ def forward(
     max_norm: float,
     reduction: str,
     row_weight: Tensor | None,
-    tf32: bool,
     new_w1: Tensor,
     new_b1: Tensor,
     new_w2: Tensor,
@@ -98,7 +96,7 @@ def forward(
     ]  # fmt: skip
     _take_step(
         plan, k, v, [plan.contiguous(t) for t in old], new, (lr, decay, forget), max_norm, reduction,
-        row_weight, tf32, (loss, norm, ok, None), tiling,
+        row_weight, (loss, norm, ok, None), tiling,
     )  # fmt: skip
 
 
@@ -112,13 +110,12 @@ def _take_step(
     max_norm: float,
     reduction: str,
     row_weight: Tensor | None,
-    tf32: bool,
     told: Sequence[Tensor | None],
     tiling: Tiling | None,
 ) -> None:
     """Fills `new`, which may be `old`, and `told`: loss, norm, ok, skipped."""
     sizes = Sizes.of(k, v, old[0])
-    found = gradient_of(plan, k, v, old[:4], row_weight, reduction, tf32, tiling)
+    found = gradient_of(plan, k, v, old[:4], row_weight, reduction, tiling)
     loss, norm, ok, skipped = told
     lr, decay, forget = (plan.contiguous(gate) for gate in gates)
     assert found.squares is not None
@@ -165,7 +162,7 @@ class MemoryUpdate:
         """For float16, bfloat16 and float32 rows and a float32 memory."""
         *tensors, max_norm, reduction, row_weight = args
         limit = math.inf if max_norm is None else float(max_norm)
-        return self.op(*tensors, limit, reduction, row_weight, kernels.tf32_allowed(args[0]))
+        return self.op(*tensors, limit, reduction, row_weight)
 
     def variants(self, case: Any) -> dict[str, Sequence[Any]]:
         """The tilings that each direction may be launched with for a case, the default first."""
@@ -204,7 +201,6 @@ def _over(
     reduction: str,
     row_weight: Tensor | None,
     skipped: Tensor | None,
-    tf32: bool,
     loss: Tensor,
     norm: Tensor,
     ok: Tensor,
@@ -212,7 +208,7 @@ def _over(
     """One step, over the old tensors, which are contiguous."""
     old = [w1, b1, w2, b2, momentum_w1, momentum_b1, momentum_w2, momentum_b2]
     _take_step(
-        plan, k, v, old, old, (lr, decay, forget), max_norm, reduction, row_weight, tf32,
+        plan, k, v, old, old, (lr, decay, forget), max_norm, reduction, row_weight,
         (loss, norm, ok, skipped), None,
     )  # fmt: skip
 
@@ -224,7 +220,7 @@ _over_planned = Planned(
         **dict.fromkeys(("w1", "b1", "w2", "b2"), "Tensor"),
         **dict.fromkeys(("momentum_w1", "momentum_b1", "momentum_w2", "momentum_b2"), "Tensor"),
         **dict.fromkeys(("lr", "decay", "forget"), "Tensor"),
-        "max_norm": "", "reduction": "", "row_weight": "Tensor?", "skipped": "Tensor?", "tf32": "",
+        "max_norm": "", "reduction": "", "row_weight": "Tensor?", "skipped": "Tensor?",
         **dict.fromkeys(("loss", "norm", "ok"), "new"),
     },
 )  # fmt: skip
@@ -237,5 +233,5 @@ def in_place(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     G = k.shape[0]
     told = w1.new_empty(G), w1.new_empty(G), w1.new_empty(G, dtype=torch.bool)
     limit = math.inf if max_norm is None else float(max_norm)
-    _over_planned.run(*tensors, limit, reduction, row_weight, skipped, kernels.tf32_allowed(k), *told)
+    _over_planned.run(*tensors, limit, reduction, row_weight, skipped, *told)
     return told
