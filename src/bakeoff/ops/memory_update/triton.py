@@ -152,7 +152,7 @@ _update = kernel_op(
 
 
 class MemoryUpdate:
-    """The candidate: the op with PyTorch's present policy for products of float32 matrices."""
+    """The candidate: the op, to which no limit of the norm is an infinite one."""
 
     def __init__(self, op: KernelOp) -> None:
         self.op = op
