@@ -1,4 +1,4 @@
-"""CUDA C++ on the CPU: `bakeoff.kernels.cuda` with a compiler for this machine and threads for threads."""
+"""CUDA C++ on the CPU: `bakeoff.kernels.cuda` with a compiler for this machine; threads take turns."""
 
 import ctypes
 import functools
@@ -27,7 +27,7 @@ HARNESS = Path(__file__).with_name("emulation.cpp")
 @functools.cache
 def _library(source, kernel, options):
     """The compiled source, kept for all workers of the run under a name made of everything it depends on."""
-    command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", "-pthread", *options]
+    command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *options]
     command += [
         "-march=native",
         "-ffp-contract=fast",

@@ -1,15 +1,16 @@
-// CUDA C++ on a CPU: each thread of a block is a thread here, and a block a barrier. Compiled together with a
-// source of kernels, -DSOURCE="..." and -DKERNEL=name; blocks run one after the other.
+// CUDA C++ on a CPU: the threads of a block take turns, each running from one barrier to the next. Compiled
+// together with a source of kernels, -DSOURCE="..." and -DKERNEL=name; blocks run one after the other.
 
-#include <atomic>
-#include <barrier>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#define NAN __builtin_nanf("")
+#define fmaf __builtin_fmaf
+#define fabsf __builtin_fabsf
+#define sqrtf __builtin_sqrtf
 
 struct float2 {
     float x, y;
@@ -21,9 +22,8 @@ static float2 make_float2(float x, float y) { return {x, y}; }
 struct Index {
     int x;
 };
-static thread_local Index threadIdx, blockIdx, gridDim;
-static thread_local std::barrier<> *block_barrier;
-static thread_local float *shared_memory;
+static Index threadIdx, blockIdx, gridDim;
+static float *shared_memory;
 struct uint4 {
     unsigned x, y, z, w;
 };
@@ -34,19 +34,20 @@ static T min(T a, T b) {
 }
 static void refresh(int &) {}
 static float larger(float a, float b) { return a > b || a != a ? a : b; }
-static void atomicMax(unsigned *place, unsigned x) {
-    std::atomic_ref<unsigned> held(*place);
-    for (unsigned old = held; old < x && !held.compare_exchange_weak(old, x);) {
-    }
+static void atomicMax(unsigned *place, unsigned x) { *place = max(*place, x); }
+static unsigned atomicAdd(unsigned *place, unsigned x) {
+    unsigned old = *place;
+    *place += x;
+    return old;
 }
-static void __syncthreads() { block_barrier->arrive_and_wait(); }
-static unsigned atomicAdd(unsigned *place, unsigned x) { return std::atomic_ref<unsigned>(*place).fetch_add(x); }
+static ucontext_t turns, threads_at[1024];
+static void __syncthreads() { swapcontext(&threads_at[threadIdx.x], &turns); }
 static void __threadfence() {}
 template <class T>
 static T __ldcg(const T *place) {
     return *place;
 }
-static std::atomic<int> block_any;
+static int block_any;
 static int __syncthreads_or(int x) {
     __syncthreads();
     block_any = 0;
@@ -114,33 +115,70 @@ static unsigned short narrowed(float x) {
 
 #include SOURCE
 
-template <class... A, size_t... I>
-static void run(void (*kernel)(A...), int blocks, int threads, int shared, void **args, std::index_sequence<I...>) {
-    for (int block = 0; block < blocks; block++) {
-        std::vector<float> memory(shared / 4 + 1, NAN);
-        std::barrier<> barrier(threads);
-        std::vector<std::thread> all;
-        for (int t = 0; t < threads; t++)
-            all.emplace_back([&, t] {
-                threadIdx.x = t;
-                blockIdx.x = block;
-                gridDim.x = blocks;
-                block_barrier = &barrier;
-                shared_memory = memory.data();
-                kernel(*static_cast<A *>(args[I])...);
-            });
-        for (auto &thread : all) thread.join();
+constexpr size_t STACK = 1 << 18;
+static bool thread_done;
+
+// All threads up to a barrier, then all up to the next, forwards and backwards by turns: what one reads of
+// another's without a barrier in between is still missing one way or the other.
+static bool run_block(int threads, void (*body)(), char *stacks) {
+    for (int t = 0; t < threads; t++) {
+        getcontext(&threads_at[t]);
+        threads_at[t].uc_stack.ss_sp = stacks + t * STACK;
+        threads_at[t].uc_stack.ss_size = STACK;
+        threads_at[t].uc_link = &turns;
+        makecontext(&threads_at[t], body, 0);
+    }
+    for (bool backwards = false;; backwards = !backwards) {
+        int done = 0;
+        for (int i = 0; i < threads; i++) {
+            threadIdx.x = backwards ? threads - 1 - i : i;
+            thread_done = false;
+            swapcontext(&turns, &threads_at[threadIdx.x]);
+            done += thread_done;
+        }
+        if (done) return done == threads;  // else some wait at a barrier that others don't come to
     }
 }
 
+template <size_t...>
+struct ArgumentsAt {};
+
+template <class... A>
+struct Call {
+    static inline void (*kernel)(A...);
+    static inline void **args;
+
+    template <size_t... I>
+    static void with(ArgumentsAt<I...>) {
+        kernel(*static_cast<A *>(args[I])...);
+    }
+    static void thread() {
+        with(ArgumentsAt<__integer_pack(sizeof...(A))...>());
+        thread_done = true;
+    }
+};
+
+// As cuLaunchKernel: pointers to the arguments, but how many there are, too.
 template <class... A>
 static int run(void (*kernel)(A...), int blocks, int threads, int shared, void **args, int given) {
     if (given != sizeof...(A)) return 2;
-    run(kernel, blocks, threads, shared, args, std::index_sequence_for<A...>());
-    return 0;
+    void *stacks =
+        mmap(nullptr, threads * STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (stacks == MAP_FAILED) return 4;
+    Call<A...>::kernel = kernel;
+    Call<A...>::args = args;
+    gridDim.x = blocks;
+    shared_memory = static_cast<float *>(malloc(shared + 4));
+    bool well = true;
+    for (blockIdx.x = 0; well && blockIdx.x < blocks; blockIdx.x++) {
+        for (int i = 0; i < shared / 4 + 1; i++) shared_memory[i] = NAN;
+        well = run_block(threads, Call<A...>::thread, static_cast<char *>(stacks));
+    }
+    free(shared_memory);
+    munmap(stacks, threads * STACK);
+    return well ? 0 : 3;
 }
 
-// As cuLaunchKernel: pointers to the arguments, but how many there are, too.
 extern "C" int emulate(int blocks, int threads, int shared, void **args, int given) {
     return run(KERNEL, blocks, threads, shared, args, given);
 }
