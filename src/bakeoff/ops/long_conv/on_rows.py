@@ -1,54 +1,25 @@
 """long_conv by methods that convolve rows of time: gates are multiplied where data become rows and back."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bakeoff.channel_major.rows import Rows, empty_rows, pack, rows_in, unpack
+from bakeoff.channel_major.rows import empty_rows, pack, rows_in, unpack
 from bakeoff.kernels.plan import Plan, Planner
 
-__all__ = ["Convolve", "Differentiate", "planners"]
+__all__ = ["planners"]
 
 
-class Convolve(Protocol):
-    """Launches y = h * x + skip x (`backwards`: x correlated with h), for rows of T times."""
+def planners(convolve: Callable[..., None], differentiate: Callable[..., None]) -> tuple[Planner, Planner]:
+    """Forward and backward of `bakeoff.ops.long_conv.declaration.long_conv_op`, for a method that says
 
-    def __call__(
-        self,
-        plan: Plan,
-        x: Rows,
-        h: Tensor,
-        skip: Tensor | None,
-        y: Rows,
-        T: int,
-        *,
-        backwards: bool,
-        tiling: Any,
-    ) -> None: ...
-
-
-class Differentiate(Protocol):
-    """Launches what fills the gradients of h and skip and, where it is given, of x."""
-
-    def __call__(
-        self,
-        plan: Plan,
-        x: Rows,
-        dy: Rows,
-        h: Tensor,
-        skip: Tensor | None,
-        dx: Rows | None,
-        dh: Tensor | None,
-        dskip: Tensor | None,
-        T: int,
-        *,
-        tiling: Any,
-    ) -> None: ...
-
-
-def planners(convolve: Convolve, differentiate: Differentiate) -> tuple[Planner, Planner]:
-    """Forward and backward of `bakeoff.ops.long_conv.declaration.long_conv_op`."""
+    - convolve(plan, x, h, skip, y, T, backwards=, tiling=): y = h * x + skip x, for rows of T times; with
+      `backwards` x is correlated with h.
+    - differentiate(plan, x, dy, h, skip, dx, dh, dskip, T, tiling=): the gradients of h and skip and, where
+      there is room for it, of x.
+    """
 
     def forward(
         plan: Plan,

@@ -1,7 +1,10 @@
 """The `direct` candidate of long_conv: one product after another, on data whose channels or else positions
-lie side by side. Nothing is packed, and gates are multiplied on the way."""
+lie side by side. Nothing is packed, and gates are multiplied on the way.
 
-from typing import Any
+`channel_last` and `channel_major` say, each for data that lie so, which kernel and how many blocks.
+"""
+
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,9 +13,30 @@ from bakeoff.kernels.plan import Plan
 from bakeoff.kernels.variants import Tilings
 from bakeoff.ops.long_conv.declaration import long_conv_op
 from bakeoff.ops.long_conv.direct import channel_last, channel_major, tilings
+from bakeoff.ops.long_conv.direct.cut import Cut, Laid
 from bakeoff.ops.long_conv.direct.tilings import Tiling
 
 __all__ = ["direct"]
+
+
+class Layout(Protocol):
+    """The modules `channel_last` and `channel_major`."""
+
+    STRIDES: str
+    TAPS_FIRST: bool
+
+    def readable(self, plan: Plan, x: Tensor) -> Laid: ...
+    def laid(self, x: Tensor) -> Laid: ...
+    def cut(
+        self,
+        plan: Plan,
+        u: Tensor,
+        taps: int,
+        gates: int,
+        tensors: list[Laid],
+        tiling: Tiling | None,
+        backward: bool,
+    ) -> Cut: ...
 
 
 def forward(
@@ -27,8 +51,8 @@ def forward(
     tiling: Tiling | None,
 ) -> None:
     """The output, and where it is kept what `gate_out` multiplied."""
-    kernels = channel_major if channel_major.positions_side_by_side(u) else channel_last
-    kernels.convolve(plan, u, *_filters(plan, h, skip), gate_in, gate_out, out, y, tiling)
+    read = {"u": u, "gate_in": gate_in, "gate_out": gate_out}
+    _launch(plan, _layout(u), h, skip, read, {"out": out, "y": y}, tiling)
 
 
 def backward(
@@ -48,17 +72,55 @@ def backward(
     tiling: Tiling | None,
 ) -> None:
     """The gradients that there is room for."""
-    taps, weight = _filters(plan, h, skip)
-    wants_filter = dh is not None or dskip is not None
-    given = (gate_in, gate_out, None if dgate_out is None else y, du, dgate_in, dgate_out, wants_filter)
-    if channel_major.positions_side_by_side(u):
-        partial = channel_major.differentiate(plan, dout, u, taps, weight, *given, tiling)
-        if partial is not None:
-            plan.run(_add_up, partial, False, dh, dskip)
-    else:
-        partial = channel_last.differentiate(plan, dout, u, taps, weight, *given, tiling)
-        if partial is not None:
-            plan.run(_add_up, partial, True, dh, dskip)
+    layout, wants_filter = _layout(u), dh is not None or dskip is not None
+    read = {"u": u, "dout": dout, "gate_in": gate_in, "gate_out": gate_out}
+    read["y"] = None if dgate_out is None else y
+    written = {"du": du, "dgate_in": dgate_in, "dgate_out": dgate_out}
+    partial = _launch(plan, layout, h, skip, read, written, tiling, backward=True, wants_filter=wants_filter)
+    if partial is not None:
+        plan.run(_add_up, partial, layout.TAPS_FIRST, dh, dskip)
+
+
+def _layout(u: Tensor) -> Layout:
+    return channel_major if channel_major.positions_side_by_side(u) else channel_last
+
+
+def _launch(
+    plan: Plan,
+    layout: Layout,
+    h: Tensor,
+    skip: Tensor | None,
+    read: dict[str, Tensor | None],
+    written: dict[str, Tensor | None],
+    tiling: Tiling | None,
+    *,
+    backward: bool = False,
+    wants_filter: bool = False,
+) -> Tensor | None:
+    """Fills what is `written`, by the kernels' names and laid out alike. If `wants_filter` the gradients of h
+    and skip follow from the result."""
+    u = read["u"]
+    assert u is not None
+    h, skip = _filters(plan, h, skip)
+    gates = (read["gate_in"] is not None) + 2 * (read["gate_out"] is not None)
+    source = {name: None if x is None else layout.readable(plan, x) for name, x in read.items()}
+    results = [layout.laid(x) for x in written.values() if x is not None]
+    tensors = [x for x in source.values() if x is not None] + results
+    cut = layout.cut(plan, u, h.shape[1], gates, tensors, tiling, backward)
+    partial = plan.empty(cut.sums, torch.float32) if wants_filter else None
+    strides = {**source, next(iter(written)): results[0] if results else None}
+    plan.launch(
+        cut.kernel, (cut.blocks,), threads=cut.threads,
+        **{name: None if x is None else x.data for name, x in source.items()}, **written,
+        **({"partial": partial} if backward else {}), h=h, skip=skip, h_c=h.stride(0), h_l=h.stride(1),
+        **cut.numbers,
+        **{
+            f"{name}_{letter}": stride
+            for name, x in strides.items()
+            for letter, stride in zip(layout.STRIDES, (0, 0) if x is None else x.strides, strict=True)
+        },
+    )  # fmt: skip
+    return partial
 
 
 def _filters(plan: Plan, h: Tensor, skip: Tensor | None) -> tuple[Tensor, Tensor | None]:
