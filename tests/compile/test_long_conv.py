@@ -56,7 +56,9 @@ def built_direct(module, macros, target, backward) -> Built:
 
 @pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
 @pytest.mark.parametrize("gates", [0, 3], ids=["plain", "gated"])
-@pytest.mark.parametrize("taps", [1, 4, 16, 32, 64])
+@pytest.mark.parametrize(
+    "taps", [4, 64, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 16, 32))]
+)
 def test_direct_stays_in_registers(taps, gates, target):
     """But for a few bytes of local memory a thread."""
     for backward in (False, True):
@@ -73,7 +75,7 @@ def test_direct_stays_in_registers(taps, gates, target):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("gates", [0, 3], ids=["plain", "gated"])
+@pytest.mark.parametrize("gates", [pytest.param(0, marks=pytest.mark.exhaustive), 3], ids=["plain", "gated"])
 def test_variants_of_direct_stay_in_registers(gates, backward):
     dtype = torch.bfloat16
     for tiling in tilings.channel_last(4, gates, dtype.itemsize, backward):
@@ -86,7 +88,9 @@ def test_variants_of_direct_stay_in_registers(gates, backward):
 
 @pytest.mark.parametrize("target", [name for name in TARGETS if name.startswith("sm_")])
 @pytest.mark.parametrize("gates", [0, 3], ids=["plain", "gated"])
-@pytest.mark.parametrize("taps", [1, 4, 8, 16, MOST_TAPS_MAJOR])
+@pytest.mark.parametrize(
+    "taps", [4, MOST_TAPS_MAJOR, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 8, 16))]
+)
 def test_direct_along_time_stays_in_registers(taps, gates, target):
     """But for a few bytes of local memory a thread."""
     for backward in (False, True):
@@ -154,7 +158,9 @@ def correlation(dtype, target, tiling=None) -> Built:
     return compiled(toeplitz._correlate, dtype, target, numbers, **options)
 
 
-@pytest.mark.parametrize("name", ["64x128x768", "16x2048x768", "fp32"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("64x128x768", marks=pytest.mark.exhaustive), "16x2048x768", "fp32"]
+)
 def test_variants_of_products(name):
     """Of a filter in two parts where the data are narrower."""
     case = next(case for case in OP.cases() if case.name == name)
@@ -193,12 +199,12 @@ def test_filters_copies_and_their_gradients_sum(target):
 
 # Every kind of transform at its longest, where registers are scarcest, and the shortest ones.
 PLANS = [
-    FFTPlan(512), FFTPlan(16384), FFTPlan(16384, half=False), FFTPlan(16384, 4),
-    FFTPlan(16384, 8, single=True), FFTPlan(16384, 4, half=False, circular=True, single=True),
-    FFTPlan(256, 1, half=False, circular=True), FFTPlan(256, half=False, windows=True),
-    FFTPlan(4096, half=False, windows=True), FFTPlan(16384, 4, half=False, windows=True),
+    FFTPlan(512), FFTPlan(16384), FFTPlan(16384, 4), FFTPlan(256, 1, half=False, circular=True),
+    FFTPlan(16384, 4, half=False, circular=True, single=True), FFTPlan(256, half=False, windows=True),
+    FFTPlan(16384, 4, half=False, windows=True),
 ]  # fmt: skip
 MORE_PLANS = [
+    FFTPlan(16384, half=False), FFTPlan(16384, 8, single=True), FFTPlan(4096, half=False, windows=True),
     FFTPlan(1024), FFTPlan(2048), FFTPlan(2048, half=False), FFTPlan(4096), FFTPlan(8192), FFTPlan(8192, 16),
     FFTPlan(8192, 4), FFTPlan(8192, 8, single=True),
     FFTPlan(8192, 4, half=False, circular=True, single=True),
@@ -226,9 +232,8 @@ def test_ffts_stay_in_registers(fft, target):
         assert built_fft(fft._replace(backward=backward), target).spills <= (32 if fft.half else 64)
 
 
-@pytest.mark.parametrize(
-    "target", ["sm_90", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sm_80", "sm_100"))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_ffts_of_two_segments_stay_in_registers(target):
     """`differentiate` has these only of rows that fill more than half: it takes shorter ones for others."""
     for fft in (
@@ -243,7 +248,13 @@ def test_ffts_of_two_segments_stay_in_registers(target):
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(("T", "L"), [(8192, 1024), (1024, 1024), (8192, 16)])
+@pytest.mark.parametrize(
+    ("T", "L"),
+    [
+        (8192, 1024),
+        *(pytest.param(T, L, marks=pytest.mark.exhaustive) for T, L in [(1024, 1024), (8192, 16)]),
+    ],
+)
 def test_variants_of_ffts_stay_in_registers(T, L, backward):
     limit = SHARED_LIMIT["sm_90"]
     for tiling in plans.tilings(T, L, limit, backward=backward)[1:]:

@@ -111,7 +111,7 @@ def ended(settings: Path, world: int, who: int, what: str) -> tuple[list[str], f
             process.communicate()
 
 
-@pytest.mark.parametrize(("world", "who"), [(3, 1), (2, 0)])
+@pytest.mark.parametrize(("world", "who"), [pytest.param(3, 1, marks=pytest.mark.exhaustive), (2, 0)])
 def test_a_killed_rank_is_named_within_seconds(settings: Path, world: int, who: int) -> None:
     said, seconds = ended(settings, world, who, "SIGKILL")
     assert seconds < SOON_S

@@ -198,7 +198,7 @@ def test_only_empty_tensors() -> None:
     assert triton._norm(group.grads, 1.0, True, None, None, None, SMALL_NORM).norm.item() == 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(
     sizes=st.lists(st.integers(0, 200), min_size=1, max_size=5),
     shift=st.integers(0, 3),

@@ -260,7 +260,7 @@ def test_second_derivatives_are_the_forward_again():
     assert_equals(again, exact(uq, uk, cos, sin, True, dq=dq.detach(), dk=dk.detach())[:2])
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 @given(
     B=st.integers(1, 3),
     T=st.integers(1, 9),

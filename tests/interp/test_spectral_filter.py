@@ -107,16 +107,6 @@ def test_narrow_inputs_are_computed_in_float32(fn, dtype):
     assert (y.double() - want).abs().max() <= torch.finfo(dtype).eps * want.abs().max()
 
 
-def test_verification_of_compiled():
-    args = {"x": TensorMeta.dense((2, 11, 4), torch.float32, grad=True),
-            "weight": TensorMeta.dense((6, 4), torch.complex64, grad=True)}  # fmt: skip
-    case = Case(args, "cpu")
-    compiled = OP.candidate("compiled")
-    if compiled.reasons(case):
-        pytest.skip(compiled.reasons(case)[0])
-    verify(OP, compiled, list(yardsticks(OP, case)))
-
-
 @pytest.fixture
 def on_chip(monkeypatch):
     """Makes the candidate with kernels run here, on a GPU with so many bytes of shared memory a block."""

@@ -219,7 +219,7 @@ def test_ends_of_the_range(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine, plain, rtol=2e-3, atol=1e-36, equal_nan=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings.default.max_examples * 2 // 5)
 @given(
     shape=st.lists(st.integers(0, 4), max_size=2),
     features=st.integers(1, 70),

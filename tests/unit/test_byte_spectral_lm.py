@@ -288,7 +288,7 @@ def test_a_model_without_data_gives_its_shapes() -> None:
             assert logits.shape == ((2, 3) if changes is ENCODER else (2, 9, 256))
 
 
-@pytest.mark.parametrize("name", ["poles", "taps", "attention"])
+@pytest.mark.parametrize("name", ["poles", "taps", pytest.param("attention", marks=pytest.mark.exhaustive)])
 def test_torch_compile_leaves_the_length_open(name: str) -> None:
     """A few graphs for all lengths: after eight torch.compile gives up."""
     model = perturbed(**{"max_seq_len": 200, **SHAPES[name]})

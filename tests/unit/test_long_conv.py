@@ -42,7 +42,7 @@ def by_term(u: Tensor, h: Tensor, skip: Any, gate_in: Any, gate_out: Any, causal
     return y if gate_out is None else y * gate_out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(st.integers(1, 3), st.integers(1, 40), st.integers(1, 5), st.integers(1, 50), st.booleans(), st.data())
 def test_it_is_the_sum_term_by_term(
     B: int, T: int, C: int, L: int, causal: bool, data: st.DataObject

@@ -286,11 +286,10 @@ def test_dir_has_all_that_can_be_reached() -> None:
 def test_import_adds_little_to_torch() -> None:
     """In seconds of CPU time, which other work on the machine doesn't add to."""
     code = "import torch, time; t = time.process_time(); import bakeoff; bakeoff.using; bakeoff.ops; {}"
-    seconds = [
-        float(run(sys.executable, "-c", code.format("print(time.process_time() - t)")).stdout)
-        for _ in range(5)
-    ]
-    assert min(seconds) < 0.5, seconds
+    seconds: list[float] = []
+    while not any(s < 0.5 for s in seconds):
+        assert len(seconds) < 5, seconds
+        seconds.append(float(run(sys.executable, "-c", code.format("print(time.process_time() - t)")).stdout))
 
 
 def test_help_is_immediate() -> None:
@@ -298,10 +297,10 @@ def test_help_is_immediate() -> None:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime
 
-    seconds = []
-    for _ in range(5):
+    seconds: list[float] = []
+    while not any(s < 0.3 for s in seconds):
+        assert len(seconds) < 5, seconds
         before = spent()
         done = cli("--help")
         seconds.append(spent() - before)
         assert done.returncode == 0, done.stderr
-    assert min(seconds) < 0.3, seconds

@@ -6,6 +6,7 @@ import torch
 from bakeoff.ops import spectral_filter
 from bakeoff.ops.spectral_filter import OP
 from bakeoff.select import Case, TensorMeta
+from bakeoff.select.contests.verify import verify, yardsticks
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 3), (2, 0, 3), (2, 4, 0)])
@@ -39,6 +40,17 @@ def test_torch_export_leaves_the_length_open() -> None:
     for T in (20, 21, 34):
         x = torch.randn(2, T, 8)
         torch.testing.assert_close(exported(x), module(x))
+
+
+def test_compiled_passes_the_contest_verification() -> None:
+    args = {
+        "x": TensorMeta.dense((2, 11, 4), torch.float32, grad=True),
+        "weight": TensorMeta.dense((6, 4), torch.complex64, grad=True),
+    }
+    case, compiled = Case(args, "cpu"), OP.candidate("compiled")
+    if compiled.reasons(case):
+        pytest.skip(compiled.reasons(case)[0])
+    verify(OP, compiled, list(yardsticks(OP, case)))
 
 
 def test_a_bucket_has_no_more_weights_than_frequencies() -> None:

@@ -193,7 +193,12 @@ HEARING = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+EXHAUSTIVE = pytest.mark.exhaustive  # each signal is sent in one place at least, each place hears one
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=EXHAUSTIVE), signal.SIGINT, signal.SIGHUP]
+)
 def test_a_signal_ends_the_command_with_a_checkpoint_and_status_0(
     number: signal.Signals, settings: Path, tmp_path: Path
 ) -> None:
@@ -292,7 +297,7 @@ LINGERING = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize(
     ("place", "said", "steps_made"),
     [
