@@ -14,10 +14,10 @@ demo: $(READY) ## set up and run the main job: tune, train two models on real te
 	@$(VENV)/bin/bakeoff demo
 
 test: $(READY) ## set up, lint, and run every test lane that this machine can run
-	@$(LANES) lint unit interp compile dist gpu
+	@$(LANES) lint unit dist interp compile gpu
 
 test-all: $(READY) ## the same with every exhaustive test: all configurations, more random examples
-	@$(LANES) --all lint unit interp compile dist gpu
+	@$(LANES) --all lint unit dist interp compile gpu
 
 lint: $(READY) ## ruff, mypy, and the import layers
 	@$(LANES) lint
