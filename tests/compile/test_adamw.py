@@ -30,17 +30,19 @@ def wide(built: Built, loads: int, stores: int) -> None:
         assert built.stores.get(128, 0) >= stores
 
 
-def build_update(target: str, form: str, each: int, tiling: Tiling) -> Built:
+def build_update(target: str, form: str, each: int, tiling: Tiling, summed: bool = False) -> Built:
     param, grad, state, master = FORMS[form]
     return build(
         kernels._update,
         {
             "table": "*i64", "chunks": "*i32", "constants": "*fp32", "N": "i64",
             "rest1": "fp32", "beta2": "fp32", "rest2": "fp32", "eps": "fp32",
+            **({"partial": "*fp32"} if summed else {}),
         },
         {
             "PARAM": param, "GRAD": grad, "STATE": state, "MASTER": master, "EACH": each,
-            "CHUNK": tiling.chunk, "BLOCK": tiling.block,
+            "WIDTH": 5 if summed else 2, "CHUNK": tiling.chunk, "BLOCK": tiling.block,
+            **({} if summed else {"partial": None}),
         },
         target,
         num_warps=tiling.warps,
@@ -67,6 +69,20 @@ def test_update(target: str, form: str, each: int) -> None:
         sum(each_thread * t.primitive_bitwidth // 128 for t in bits[side]) for side in ("read", "written")
     )
     wide(built, loads, stores)
+
+
+@pytest.mark.kernel(of=lambda form, **_: form == "fp32")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_update_with_sums(target: str, form: str) -> None:
+    state = FORMS[form][2]
+    fits(build_update(target, form, 1, tilings(state.primitive_bitwidth // 8)[0], summed=True))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_sums_are_added_up(target: str) -> None:
+    pointers = {"partial": "*fp32", "sums": "*fp32", "P": "i64"}
+    fits(build(kernels._add_up, pointers, {"BLOCK": triton.SUM_BLOCK}, target, num_warps=8))
 
 
 def most_a_thread(tiling: Tiling) -> int:
@@ -141,7 +157,11 @@ def test_prepare(target: str, full: bool) -> None:
             "table": "*i64", "constants": "*fp32", "N": "i64", "S": "i32", "sign": "fp32", **numbers,
             **(optional if full else {}),
         },
-        {"BLOCK": triton.PREPARE_BLOCK, **({} if full else dict.fromkeys(optional))},
+        {
+            "WIDTH": 5 if full else 2,
+            "BLOCK": triton.PREPARE_BLOCK,
+            **({} if full else dict.fromkeys(optional)),
+        },
         target,
         num_warps=4,
     )  # fmt: skip

@@ -69,6 +69,8 @@ def forms() -> list[Any]:
         "remainder": update_case(5, 50_000, "cuda", HALF, None, FULL, torch.int16, True, True),
         "124M": update_case(148, 124_000_000, "cuda", FULL),
         "10,000": update_case(10_000, 640_000, "cuda", FULL, scaled=True),
+        "sums": update_case(5, 50_000, "cuda", FULL, scaled=True, guarded=True, summed=True),
+        "sums, remainder": update_case(5, 50_000, "cuda", HALF, None, FULL, torch.int16, summed=True),
     }
     return [pytest.param(case, id=name) for name, case in small.items()]
 

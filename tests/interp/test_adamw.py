@@ -164,6 +164,56 @@ def test_a_skipped_step_changes_no_bit(master: str | None) -> None:
                                b.nan_to_num(7.0) if b.is_floating_point() else b)  # fmt: skip
 
 
+def four_sums(group: Group, how: Hyper, factor: float = 1.0) -> list[float]:
+    """By the formulas of the docstring, in float64, of the moments before and after the step."""
+    found = [0.0] * 4
+    moved_to = exact(group, how, factor)
+    for i, (p, g, m, v) in enumerate(zip(*group[:4], strict=True)):
+        weight = p
+        if group.master is not None:
+            weight = join(p, group.master[i]) if p.dtype == torch.bfloat16 else group.master[i]
+        t, g = group.step[i if len(group.step) > 1 else 0].item(), g.double() * factor
+
+        def u(t: float, m: Tensor, v: Tensor) -> Tensor:
+            if t == 0:
+                return torch.zeros_like(m)
+            root = (v / (1 - how.beta2**t)).sqrt()
+            return m / (1 - how.beta1**t) / (root + how.eps)
+
+        last, new = u(t, m.double(), v.double()), u(t + 1, moved_to[1][i], moved_to[2][i])
+        pairs = ((g, last), (g, g), (weight.double(), weight.double()), (new, new))
+        found = [total + (a * b).sum().item() for total, (a, b) in zip(found, pairs, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("master", [None, "float32", "remainder"])
+def test_sums(master: str | None, steps: int) -> None:
+    group = drawn(torch.float32, master, shift=steps % 2, steps=steps)
+    sums = fenced(torch.full((4,), math.nan))
+    how = HOW._replace(sums=sums, clip_coef=torch.tensor(0.5), eps=0.0 if steps == 0 else 1e-8)
+    want = four_sums(group, how, 0.5)
+    plain = [[t.clone() for t in column] for column in group if column is not None]
+    update(group, how, SMALL)
+    assert sums.tolist() == pytest.approx(want, rel=1e-5, abs=1e-3)
+    assert fences_stand(sums)
+    other = Group(*plain)
+    update(other, how._replace(sums=None), SMALL)
+    for with_sums, without in zip(group, other, strict=True):
+        pairs = zip(with_sums or [], without or [], strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), "sums change no bit of the step"
+
+
+def test_sums_are_zero_where_the_step_is_skipped_and_where_there_is_nothing() -> None:
+    group, sums = drawn(), torch.ones(4)
+    group.grads[0][0, 0] = math.nan
+    update(group, HOW._replace(found_inf=torch.tensor(1.0), sums=sums), SMALL)
+    assert sums.tolist() == [0.0] * 4
+    sums.fill_(1.0)
+    update(drawn(shapes=[(0,)]), HOW._replace(sums=sums), SMALL)
+    assert sums.tolist() == [0.0] * 4
+
+
 def test_one_counter_for_all() -> None:
     group = drawn(steps=0)._replace(step=[torch.zeros(())])
     want = exact(group, HOW)
@@ -300,7 +350,10 @@ def test_tables_of_more_columns_than_before() -> None:
 def test_passes_the_contest_verification(master: torch.dtype | None) -> None:
     """Fences around every tensor, hostile values, bitwise repetition, against the definition in float64."""
     narrow = {None: torch.float32, torch.float32: torch.float16, torch.int16: torch.bfloat16}
-    case = update_case(4, 3001, "cpu", narrow[master], None, torch.float32, master, scaled=True, guarded=True)
+    case = update_case(
+        4, 3001, "cpu", narrow[master], None, torch.float32, master, scaled=True, guarded=True,
+        summed=master is None,
+    )  # fmt: skip
     called = case.replace(
         step=ListMeta(1, 1, torch.float32),
         maximize=True,

@@ -72,6 +72,39 @@ def test_autograd_refuses_values_saved_before_a_step(impl: str | None, master: b
         loss.backward()
 
 
+@pytest.mark.parametrize("found", [None, 0.0, 1.0])
+@pytest.mark.parametrize("impl", ALL)
+def test_sums_of_gradients_directions_and_weights(impl: str | None, found: float | None) -> None:
+    """u of a step is what it moves weights by, over the rate, where nothing decays."""
+    if impl == "foreach" and found is not None:
+        return
+    group, step, sums = lists(), torch.zeros(()), torch.full((4,), math.nan)
+    how = {**HOW, "weight_decay": 0.0}
+    adamw_(**group, step=step, impl=impl, sums=sums, **how)
+    assert sums[0] == 0
+    before = [p.clone() for p in group["params"]]
+    adamw_(**group, step=step, impl=impl, **how)
+    u_prev = [(was - p) / HOW["lr"] for was, p in zip(before, group["params"], strict=True)]
+    group["grads"] = [torch.randn(3) for _ in before]
+    weights = [p.clone() for p in group["params"]]
+    given = {} if found is None else {"found_inf": torch.tensor(found)}
+    adamw_(**group, step=step, impl=impl, sums=sums, **how, **given)
+    u = [(was - p) / HOW["lr"] for was, p in zip(weights, group["params"], strict=True)]
+    pairs = ((group["grads"], u_prev), (group["grads"],) * 2, (weights,) * 2, (u, u))
+    want = [sum((a * b).sum().item() for a, b in zip(*pair, strict=True)) for pair in pairs]
+    assert sums.tolist() == pytest.approx([0.0] * 4 if found else want, rel=1e-3)
+
+
+@pytest.mark.parametrize("impl", ALL)
+def test_sums_of_parameters_that_share_memory(impl: str | None) -> None:
+    memory, sums = torch.ones(5, 4).t(), torch.zeros(4)
+    params = [memory[:3], memory[1:]]
+    ones, zeros = ([torch.full_like(p, x) for p in params] for x in (1.0, 0.0))
+    adamw_(params, ones, zeros, [z.clone() for z in zeros], step=torch.zeros(()), sums=sums, impl=impl, **HOW)
+    assert sums[:2].tolist() == [0.0, 30.0]
+    assert sums[3].item() == pytest.approx(30.0)
+
+
 def test_one_counter_for_all_advances_once_where_memory_is_shared() -> None:
     memory, step = torch.ones(5, 4).t(), torch.zeros(())
     params = [memory[:3], memory[1:]]
@@ -113,6 +146,8 @@ def test_op_without_tensors_does_nothing() -> None:
         ({"exp_avg": [torch.rand(1).expand(3), torch.rand(3)]}, r"exp_avg\[0\] is expanded"),
         ({"params": [torch.rand(3), torch.rand(1).expand(3)]}, r"params\[1\] is expanded"),
         ({"clip_coef": torch.ones(2)}, "clip_coef must be a scalar"),
+        ({"sums": torch.ones(3)}, r"sums must be float32 \[4\] on cpu, contiguous, got torch.float32 \(3,\)"),
+        ({"sums": [0.0] * 4}, "sums must be a float32 tensor"),
         ({"master": [torch.rand(3).double()] * 2}, "must be float32, or int16"),
         ({"master": [torch.zeros(3, dtype=torch.int16)] * 2}, "int16 remainders extend bfloat16"),
     ],
@@ -143,6 +178,7 @@ def test_global_norm(dtype: torch.dtype) -> None:
 def test_contest_verifies_every_candidate() -> None:
     forms = {
         "float32": update_case(5, 500, "cpu", torch.float32),
+        "sums": update_case(5, 500, "cpu", torch.float32, summed=True),
         "bf16": update_case(5, 500, "cpu", torch.bfloat16, scaled=True, guarded=True),
         "remainder": update_case(5, 500, "cpu", torch.bfloat16, None, torch.float32, torch.int16),
     }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, which imports all of torch._dynamo
 
-from bakeoff.ops.adamw.arguments import fitting, scalar
+from bakeoff.ops.adamw.arguments import check_sums, fitting, scalar
 from bakeoff.ops.adamw.group import Hyper
 from bakeoff.ops.adamw.op import NORM, OP, check_hyper
 from bakeoff.ops.adamw.update import guard, overlap, take_step
@@ -33,6 +33,7 @@ def adamw_(
     found_inf: Tensor | None = None,
     grad_scale: Tensor | None = None,
     lr_mult: Tensor | None = None,
+    sums: Tensor | None = None,
     master: Sequence[Tensor] | None = None,
     impl: str | None = None,
 ) -> None:
@@ -56,19 +57,24 @@ def adamw_(
         clip_coef, grad_scale: scalar tensors on the device.
         found_inf: scalar tensor on the device; not 0 skips the step.
         lr_mult: scalar tensor on the device, which multiplies lr.
+        sums: float32 [4] on the device, which receives the sums over all elements of g*u_prev, g^2, p^2 (before
+            the step) and u^2, with u = m/(1 - beta1^t) / (sqrt(v)/sqrt(1 - beta2^t) + eps), what the rate
+            multiplies in this step, and u_prev the same of the step before (0 before the first). So
+            -lr*sums[0] is the slope of the loss in the last step's lr_mult. All 0 where the step is skipped.
         master: float32 weights that the parameters are roundings of; or int16 remainders, which extend
             bfloat16 parameters to float32 ones bit for bit.
         impl: the candidate to run; by default the selected one.
 
     Returns:
-        Nothing: params, exp_avg, exp_avg_sq, step and master are updated in place.
+        Nothing: params, exp_avg, exp_avg_sq, step, master and sums are written in place.
 
     Raises:
         ValueError: lengths, shapes or settings that don't fit.
         TypeError: dtypes that don't fit, sparse gradients, something else than a tensor.
         bakeoff.errors.Unsupported: `impl` can't take this group; the message gives every reason.
 
-    Source: Loshchilov & Hutter 2019, Decoupled Weight Decay Regularization, algorithm 2, in PyTorch's order.
+    Source: Loshchilov & Hutter 2019, Decoupled Weight Decay Regularization, algorithm 2, in PyTorch's order;
+    Baydin et al. 2018, Online Learning Rate Adaptation with Hypergradient Descent, for the sums.
 
     Example:
         >>> import torch
@@ -87,7 +93,9 @@ def adamw_(
     given = {"clip_coef": clip_coef, "found_inf": found_inf, "grad_scale": grad_scale, "lr_mult": lr_mult}
     device = group.params[0].device
     scalars = [None if value is None else scalar(name, value, device) for name, value in given.items()]
-    how = Hyper(lr, beta1, beta2, eps, weight_decay, False, *scalars)
+    if sums is not None:
+        check_sums(sums, device)
+    how = Hyper(lr, beta1, beta2, eps, weight_decay, False, *scalars, sums)
     take_step(group, how, impl, overlapping=overlap(group.params))
 
 

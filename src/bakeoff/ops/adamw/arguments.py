@@ -11,7 +11,7 @@ from bakeoff.ops.adamw.op import check_lists
 from bakeoff.select import Case
 from bakeoff.select.declare.lists import TensorList, as_list
 
-__all__ = ["fitting", "scalar"]
+__all__ = ["check_sums", "fitting", "scalar"]
 
 
 def fitting(
@@ -65,6 +65,17 @@ def _check_expanded(name: str, tensors: TensorList) -> None:
         spread = zip(tensor.stride(), tensor.shape, strict=True)
         if any(step == 0 and size > 1 for step, size in spread):
             raise ValueError(f"adamw_: {name}[{i}] is expanded: its elements share memory; pass a .clone()")
+
+
+def check_sums(value: Any, device: torch.device) -> None:
+    """Raises for what can't receive a step's sums."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"adamw_: sums must be a float32 tensor [4] on {device}, got {value!r}")
+    if value.shape != (4,) or value.dtype != torch.float32 or value.device != device or value.stride(0) != 1:
+        raise ValueError(
+            f"adamw_: sums must be float32 [4] on {device}, contiguous, got {value.dtype} "
+            f"{tuple(value.shape)} on {value.device}; torch.zeros(4, device='{device}') makes one"
+        )
 
 
 def scalar(name: str, value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

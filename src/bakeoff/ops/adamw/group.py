@@ -36,6 +36,8 @@ class Hyper(NamedTuple):
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
     lr_mult: Tensor | None = None
+    sums: Tensor | None = None
+    """[4], written: sum of g*u_prev, g^2, p^2 and u^2 over all elements (see `adamw_`)."""
 
 
 class Guard(NamedTuple):

@@ -78,12 +78,13 @@ def _judge(
 def _prepare(
     table, constants, lr_at, lr_mult, clip_coef, found_inf, grad_scale,
     N: tl.int64, S: tl.int32, lr: tl.float64, weight_decay: tl.float64,
-    log_beta1: tl.float64, log_beta2: tl.float64, sign: tl.float32, BLOCK: tl.constexpr,
+    log_beta1: tl.float64, log_beta2: tl.float64, sign: tl.float32, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Advances the S step counters, unless skipping, and writes what `_update` needs of them.
 
     constants: gradient factor, skip, decay, 0, then (lr/(1 - beta1^t), 1/sqrt(1 - beta2^t)) for each counter.
-    The powers are taken in float64: 1 - beta2 has but 13 correct bits in float32.
+    The powers are taken in float64: 1 - beta2 has but 13 correct bits in float32. WIDTH is 2; or 5 for sums,
+    which need 1/(1 - beta1^t), too, and it and 1/sqrt(1 - beta2^t) of the step before, 0 and 1 where none was.
     """
     rate = lr
     if lr_at is not None:
@@ -105,13 +106,22 @@ def _prepare(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < S
     at = tl.load(table + 3 * N + i, mask=inside, other=0).to(tl.pointer_type(tl.float32))
-    t = tl.load(at, mask=inside, other=1.0) + advance
+    before = tl.load(at, mask=inside, other=1.0)
+    t = before + advance
     tl.store(at, t, mask=inside)
     t = t.to(tl.float64)
     step_size = rate / (1.0 - tl.exp(log_beta1 * t))
     scaling = 1.0 / tl.sqrt(1.0 - tl.exp(log_beta2 * t))
-    tl.store(constants + 4 + 2 * i, step_size.to(tl.float32), mask=inside)
-    tl.store(constants + 5 + 2 * i, scaling.to(tl.float32), mask=inside)
+    tl.store(constants + 4 + WIDTH * i, step_size.to(tl.float32), mask=inside)
+    tl.store(constants + 5 + WIDTH * i, scaling.to(tl.float32), mask=inside)
+    if WIDTH == 5:
+        first = before == 0.0
+        s = tl.where(first, 1.0, before).to(tl.float64)
+        started = tl.where(first, 0.0, 1.0 / (1.0 - tl.exp(log_beta1 * s)))
+        scaling = tl.where(first, 1.0, 1.0 / tl.sqrt(1.0 - tl.exp(log_beta2 * s)))
+        tl.store(constants + 6 + WIDTH * i, (1.0 / (1.0 - tl.exp(log_beta1 * t))).to(tl.float32), mask=inside)
+        tl.store(constants + 7 + WIDTH * i, started.to(tl.float32), mask=inside)
+        tl.store(constants + 8 + WIDTH * i, scaling.to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -126,6 +136,13 @@ def _moved(p, g, m, v, factor, decay, step_size, scaling, rest1, beta2, rest2, e
 
 
 @triton.jit
+def _directed(m, v, started, scaling, eps):
+    """`bakeoff.ops.adamw.reference.direction`, with the constants that `_prepare` wrote."""
+    u = started * (m.to(tl.float32) / (tl.sqrt(v.to(tl.float32)) * scaling + eps))
+    return tl.where(started == 0.0, 0.0, u)  # 0/0 before the first step
+
+
+@triton.jit
 def _joined(high, low):
     """The float32 weight of a bfloat16's bits and an int16 remainder."""
     return ((high.to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
@@ -134,9 +151,10 @@ def _joined(high, low):
 @triton.jit
 def _block(
     param, grad, exp_avg, exp_avg_sq, master, at, mask,
-    factor, decay, step_size, scaling, rest1, beta2, rest2, eps, MASTER: tl.constexpr, MASKED: tl.constexpr,
+    factor, decay, step_size, scaling, started, started_prev, scaling_prev, rest1, beta2, rest2, eps,
+    MASTER: tl.constexpr, MASKED: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Moves the elements `at`, of which those inside `mask` exist."""
+    """Moves the elements `at`, of which those inside `mask` exist; returns their four sums, or zeros."""
     if MASKED:
         g = tl.load(grad + at, mask=mask, other=0.0)
         m = tl.load(exp_avg + at, mask=mask, other=0.0)
@@ -157,7 +175,19 @@ def _block(
             p = tl.load(master + at)
         else:
             p = tl.load(param + at).to(tl.float32)
+    slope, gg, pp, uu = 0.0, 0.0, 0.0, 0.0
+    if SUMS:
+        scaled = g.to(tl.float32) * factor
+        u = _directed(m, v, started_prev, scaling_prev, eps)
+        if MASKED:
+            u = tl.where(mask, u, 0.0)
+        slope, gg, pp = tl.sum(scaled * u), tl.sum(scaled * scaled), tl.sum(p * p)
     p, m, v = _moved(p, g, m, v, factor, decay, step_size, scaling, rest1, beta2, rest2, eps)
+    if SUMS:
+        u = _directed(m, v, started, scaling, eps)
+        if MASKED:
+            u = tl.where(mask, u, 0.0)
+        uu = tl.sum(u * u)
     tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
     if MASTER == "remainder":
@@ -169,27 +199,36 @@ def _block(
         tl.store(param + at, p.to(param.dtype.element_ty), mask=mask)
         if MASTER == "float32":
             tl.store(master + at, p, mask=mask)
+    return slope, gg, pp, uu
 
 
 @triton.jit(do_not_specialize=["N", "rest1", "beta2", "rest2", "eps"])
 def _update(
-    table, chunks, constants,
+    table, chunks, constants, partial,
     N: tl.int64, rest1: tl.float32, beta2: tl.float32, rest2: tl.float32, eps: tl.float32,
     PARAM: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr, MASTER: tl.constexpr, EACH: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tensor a program.
 
     Rows of `table`: size; addresses of param, grad, step, exp_avg, exp_avg_sq, master. Reads p, g, m, v and
-    writes p, m, v: 28 bytes an element in float32, about 15 FLOPs.
+    writes p, m, v: 28 bytes an element in float32, about 15 FLOPs. `partial`, where given, [4, programs]:
+    each one's sums of g*u_prev, g^2, p^2, u^2, which cost some 15 FLOPs more and no reads.
     """
+    SUMS: tl.constexpr = partial is not None
     tensor = tl.load(chunks + 2 * tl.program_id(0).to(tl.int64)).to(tl.int64)
     start = tl.load(chunks + 2 * tl.program_id(0).to(tl.int64) + 1).to(tl.int64) * CHUNK
     factor = tl.load(constants)
     skip = tl.load(constants + 1)
     decay = tl.load(constants + 2)
-    step_size = tl.load(constants + 4 + 2 * tensor * EACH)
-    scaling = tl.load(constants + 5 + 2 * tensor * EACH)
+    step_size = tl.load(constants + 4 + WIDTH * tensor * EACH)
+    scaling = tl.load(constants + 5 + WIDTH * tensor * EACH)
+    started, started_prev, scaling_prev = 0.0, 0.0, 0.0
+    if SUMS:
+        started = tl.load(constants + 6 + WIDTH * tensor * EACH)
+        started_prev = tl.load(constants + 7 + WIDTH * tensor * EACH)
+        scaling_prev = tl.load(constants + 8 + WIDTH * tensor * EACH)
+    slope, gg, pp, uu = 0.0, 0.0, 0.0, 0.0
     size = tl.load(table + tensor)
     p_at = tl.load(table + N + tensor)
     g_at = tl.load(table + 2 * N + tensor)
@@ -209,10 +248,12 @@ def _update(
     master = tl.multiple_of(w_at.to(tl.pointer_type(WEIGHT)), 16) + start
     for first in tl.range(0, whole, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        _block(
+        more = _block(
             param, grad, exp_avg, exp_avg_sq, master, at, None,
-            factor, decay, step_size, scaling, rest1, beta2, rest2, eps, MASTER, False,
+            factor, decay, step_size, scaling, started, started_prev, scaling_prev, rest1, beta2, rest2, eps,
+            MASTER, False, SUMS,
         )  # fmt: skip
+        slope, gg, pp, uu = slope + more[0], gg + more[1], pp + more[2], uu + more[3]
     param = p_at.to(tl.pointer_type(PARAM)) + start
     grad = g_at.to(tl.pointer_type(GRAD)) + start
     exp_avg = m_at.to(tl.pointer_type(STATE)) + start
@@ -220,10 +261,30 @@ def _update(
     master = w_at.to(tl.pointer_type(WEIGHT)) + start
     for first in tl.range(whole, left, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        _block(
+        more = _block(
             param, grad, exp_avg, exp_avg_sq, master, at, at < left,
-            factor, decay, step_size, scaling, rest1, beta2, rest2, eps, MASTER, True,
+            factor, decay, step_size, scaling, started, started_prev, scaling_prev, rest1, beta2, rest2, eps,
+            MASTER, True, SUMS,
         )  # fmt: skip
+        slope, gg, pp, uu = slope + more[0], gg + more[1], pp + more[2], uu + more[3]
+    if SUMS:
+        at = partial + tl.program_id(0).to(tl.int64)
+        P = tl.num_programs(0).to(tl.int64)
+        tl.store(at, slope)
+        tl.store(at + P, gg)
+        tl.store(at + 2 * P, pp)
+        tl.store(at + 3 * P, uu)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _add_up(partial, sums, P: tl.int64, BLOCK: tl.constexpr):
+    """sums[program] = the sum of partial[program, :P], in float64 and in a fixed order. 4 programs."""
+    row = partial + tl.program_id(0).to(tl.int64) * P
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in tl.range(0, P, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        total += tl.load(row + at, mask=at < P, other=0.0).to(tl.float64)
+    tl.store(sums + tl.program_id(0), tl.sum(total, axis=0).to(tl.float32))
 
 
 class Tiling(NamedTuple):

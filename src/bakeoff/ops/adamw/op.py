@@ -22,6 +22,7 @@ __all__ = ["NORM", "OP", "REAL", "check_hyper", "check_lists", "norm_case", "upd
 
 _MOST_COMPILED = 512
 _SCALAR = TensorMeta.dense((), torch.float32)
+_SUMS = TensorMeta.dense((4,), torch.float32)
 _DEFAULTS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "maximize": False}
 _NO_LIMITS = {
     "max_norm": None, "skip_nonfinite": False, "found_inf": None, "grad_scale": None, "skipped": None,
@@ -47,9 +48,11 @@ def update_case(
     scaled: bool = False,
     guarded: bool = False,
     name: str = "",
+    *,
+    summed: bool = False,
 ) -> Case:
     """The case of a group: its number of tensors and elements, its dtypes, whether a device scalar scales
-    gradients, and whether one may skip the step."""
+    gradients, whether one may skip the step, and whether sums are wanted."""
 
     def listed(kind: torch.dtype | None) -> ListMeta:
         return ListMeta(tensors, numel, kind or dtype)
@@ -60,7 +63,7 @@ def update_case(
         "master": None if master is None else listed(master),
         **_DEFAULTS,
         "clip_coef": _SCALAR if scaled else None, "found_inf": _SCALAR if guarded else None,
-        "grad_scale": None, "lr_mult": None,
+        "grad_scale": None, "lr_mult": None, "sums": _SUMS if summed else None,
     }  # fmt: skip
     return Case(args, str(device), name)
 
@@ -156,6 +159,7 @@ def cases() -> list[Case]:
         ),
         update_case(292, 354_000_000, "cuda", single, name="354M fp32"),
         update_case(10_000, 640_000, "cuda", single, name="10,000 tiny fp32"),
+        update_case(148, 124_000_000, "cuda", single, name="124M fp32 sums", summed=True),
         update_case(148, 124_000_000, "cuda", half, name="124M bf16"),
         update_case(148, 124_000_000, "cuda", half, None, single, single, name="124M bf16 fp32 master"),
         update_case(148, 124_000_000, "cuda", half, None, single, torch.int16, name="124M bf16 remainder"),
@@ -207,12 +211,14 @@ def compiled_supports(case: Case) -> str | None:
     """Why torch.compile can't take `case`, or None."""
     if case.params.count > _MOST_COMPILED:
         return f"compiles for minutes beyond {_MOST_COMPILED} tensors"
+    if case.sums is not None:
+        return "sums are not part of what is compiled, and would take passes of their own"
     return foreach_supports(case) or compiler_missing(case)
 
 
 def triton_supports(case: Case) -> str | None:
     """Why the Triton kernels can't take `case`, or None."""
-    scalars = ("lr", "clip_coef", "found_inf", "grad_scale", "lr_mult", "skipped")
+    scalars = ("lr", "clip_coef", "found_inf", "grad_scale", "lr_mult", "skipped", "sums")
     return needs_native(case, besides=("master", *scalars))
 
 
@@ -283,7 +289,7 @@ OP = Op(
     features={},
     batched=frozenset({"params", "grads", "exp_avg", "exp_avg_sq", "step", "master"}),
     settings=frozenset(_DEFAULTS),
-    mutates=("params", "exp_avg", "exp_avg_sq", "step", "master"),
+    mutates=("params", "exp_avg", "exp_avg_sq", "step", "master", "sums"),
     stands_for={"master": _weights},
     draw=draw,
     home="bakeoff.ops.adamw.op:OP",

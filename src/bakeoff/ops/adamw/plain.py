@@ -1,7 +1,7 @@
 """The candidates made of PyTorch's own parts. None waits for the device."""
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bakeoff.ops.adamw.group import Group, Guard, Hyper, factor_of, grouped, join, rate_of, split
-from bakeoff.ops.adamw.reference import moved
+from bakeoff.ops.adamw.reference import direction, moved, sums_of
 
 __all__ = ["compiled", "foreach", "fused", "loop", "norm"]
 
@@ -20,6 +20,7 @@ def loop(*args: Any) -> None:
     weights = _weights(group)
     rate, factor = rate_of(how), factor_of(how)
     skip = None if how.found_inf is None else how.found_inf != 0
+    before = _before(group, how)
     _advance(group.step, how.found_inf)
     for i, (w, g, m, v) in enumerate(zip(weights, group.grads, group.exp_avg, group.exp_avg_sq, strict=True)):
         wide = torch.promote_types(torch.promote_types(w.dtype, m.dtype), torch.float32)
@@ -30,6 +31,7 @@ def loop(*args: Any) -> None:
         )  # fmt: skip
         for old, now in zip((w, m, v), new, strict=True):
             old.copy_(now if skip is None else torch.where(skip, old, now.to(old.dtype)))
+    _sum_up(group, how, before)
     _store(group, weights)
 
 
@@ -37,10 +39,12 @@ def foreach(*args: Any) -> None:
     """PyTorch's horizontally fused functions, as torch.optim.AdamW(foreach=True) uses them under capture."""
     group, how = grouped(args)
     weights = _weights(group)
+    before = _before(group, how)
     _advance(group.step, None)
     _foreach(
         weights, group.grads, group.exp_avg, group.exp_avg_sq, _scalars(group, weights, how), *_betas(how)
     )
+    _sum_up(group, how, before)
     _store(group, weights)
 
 
@@ -48,6 +52,7 @@ def fused(*args: Any) -> None:
     """torch._fused_adamw_, the kernel of torch.optim.AdamW(fused=True)."""
     group, how = grouped(args)
     weights, grads = _weights(group), group.grads
+    before = _before(group, how)
     _advance(group.step, how.found_inf)
     steps = group.step if len(group.step) == len(weights) else group.step * len(weights)
     rate, factor = rate_of(how), factor_of(how._replace(maximize=False))
@@ -59,6 +64,7 @@ def fused(*args: Any) -> None:
         weight_decay=how.weight_decay, eps=how.eps, amsgrad=False, maximize=how.maximize,
         grad_scale=None, found_inf=None if how.found_inf is None else (how.found_inf != 0).float(),
     )  # fmt: skip
+    _sum_up(group, how, before)
     _store(group, weights)
 
 
@@ -160,6 +166,35 @@ def norm(
     if skipped is not None:
         skipped += skip
     return Guard(total, coefficient, skip.to(total.dtype))
+
+
+def _before(group: Group, how: Hyper) -> list[Tensor] | None:
+    """g*u_prev, g^2 and p^2 of each tensor, summed, where sums are wanted."""
+    if how.sums is None:
+        return None
+    factor, nothing = factor_of(how), torch.zeros((), device=how.sums.device)
+    found = []
+    for w, g, u in zip(_weights(group), group.grads, _directions(group, how), strict=True):
+        found.append(sums_of(g.to(u.dtype) * factor, u, w.to(u.dtype), nothing))
+    return found
+
+
+def _sum_up(group: Group, how: Hyper, before: list[Tensor] | None) -> None:
+    """Adds u^2 of the step that was made, and writes the sums: zeros if it was skipped."""
+    if before is None or how.sums is None:
+        return
+    for found, u in zip(before, _directions(group, how), strict=True):
+        found[3] = u.square().sum()
+    total = torch.stack(before).double().sum(0)
+    how.sums.copy_(total if how.found_inf is None else torch.where(how.found_inf != 0, 0.0, total))
+
+
+def _directions(group: Group, how: Hyper) -> Iterator[Tensor]:
+    """What the rate multiplies in the step that `group.step` counts, of its moments."""
+    for i, (m, v) in enumerate(zip(group.exp_avg, group.exp_avg_sq, strict=True)):
+        t = group.step[i if len(group.step) > 1 else 0].double()
+        wide = torch.promote_types(m.dtype, torch.float32)
+        yield direction(m.to(wide), v.to(wide), t, how.beta1, how.beta2, how.eps)
 
 
 def _advance(steps: list[Tensor], found_inf: Tensor | None) -> None:

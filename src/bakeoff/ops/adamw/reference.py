@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bakeoff.ops.adamw.group import Hyper, factor_of, join, rate_of
 
-__all__ = ["adamw", "global_norm", "moved", "weights_of"]
+__all__ = ["adamw", "direction", "global_norm", "moved", "sums_of", "weights_of"]
 
 
 def moved(
@@ -24,6 +24,15 @@ def moved(
     step_size = lr / (1 - beta1**t)
     p = p * (1 - lr * weight_decay) - step_size * (m / (v.sqrt() / (1 - beta2**t) ** 0.5 + eps))
     return p, m, v
+
+
+def direction(m: Tensor, v: Tensor, t: Tensor, beta1: float, beta2: float, eps: float) -> Tensor:
+    """What the rate multiplies in step t, of the moments after it; 0 where t is 0.
+
+    u = m/(1 - beta1^t) / (sqrt(v)/sqrt(1 - beta2^t) + eps).
+    """
+    u = m / (1 - beta1**t) / (v.sqrt() / (1 - beta2**t) ** 0.5 + eps)
+    return torch.where(t == 0, torch.zeros_like(u), u)
 
 
 def adamw(
@@ -43,18 +52,23 @@ def adamw(
     found_inf: Tensor | None = None,
     grad_scale: Tensor | None = None,
     lr_mult: Tensor | None = None,
-) -> tuple[list[Tensor] | None, ...]:
-    """One step of all tensors of a group: what params, exp_avg, exp_avg_sq, step and master hold after it.
+    sums: Tensor | None = None,
+) -> tuple[list[Tensor] | Tensor | None, ...]:
+    """One step of all tensors of a group: what params, exp_avg, exp_avg_sq, step, master and sums hold after
+    it.
 
     `step` counts the steps before this one, for each tensor or for all. What a master stands for is a weight,
     so that is given for int16 remainders, too. Computes in float32, or in float64 when an input is float64,
     and casts once at the end.
     """
-    how = Hyper(lr, beta1, beta2, eps, weight_decay, maximize, clip_coef, found_inf, grad_scale, lr_mult)
+    how = Hyper(
+        lr, beta1, beta2, eps, weight_decay, maximize, clip_coef, found_inf, grad_scale, lr_mult, sums
+    )
     rate, factor = rate_of(how), factor_of(how)
     counts = [t + 1 for t in step]
     weights = params if master is None else weights_of(params, master)
     new: list[tuple[Tensor, ...]] = []
+    found: list[Tensor] = []
     for i, old in enumerate(zip(weights, grads, exp_avg, exp_avg_sq, strict=True)):
         w, g, m, v = old
         wide = torch.promote_types(torch.promote_types(w.dtype, m.dtype), torch.float32)
@@ -62,6 +76,11 @@ def adamw(
         after = moved(
             w.to(wide), g.to(wide) * factor, m.to(wide), v.to(wide), t, rate, beta1, beta2, eps, weight_decay
         )
+        if sums is not None:
+            how_far = (beta1, beta2, eps)
+            before = direction(m.to(wide), v.to(wide), t - 1, *how_far)
+            scaled = g.to(wide) * factor
+            found.append(sums_of(scaled, before, w.to(wide), direction(after[1], after[2], t, *how_far)))
         new.append(tuple(_unless(found_inf, now, was) for now, was in zip(after, (w, m, v), strict=True)))
     return (
         [now[0].to(p.dtype) for now, p in zip(new, params, strict=True)],
@@ -69,7 +88,13 @@ def adamw(
         [now[2].to(v.dtype) for now, v in zip(new, exp_avg_sq, strict=True)],
         [_unless(found_inf, now, was) for now, was in zip(counts, step, strict=True)],
         None if master is None else [now[0] for now in new],
+        None if sums is None else _unless(found_inf, torch.stack(found).sum(0), torch.zeros_like(found[0])),
     )
+
+
+def sums_of(g: Tensor, u_prev: Tensor, p: Tensor, u: Tensor) -> Tensor:
+    """[4]: the sums of g*u_prev, g^2, p^2 and u^2."""
+    return torch.stack([(g * u_prev).sum(), g.square().sum(), p.square().sum(), u.square().sum()])
 
 
 def weights_of(params: list[Tensor], master: list[Tensor]) -> list[Tensor]:

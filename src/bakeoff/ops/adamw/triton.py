@@ -22,6 +22,7 @@ __all__ = ["fetch", "norm", "update"]
 PREPARE_BLOCK = 256
 FETCH_BLOCK = 1024
 JUDGE_BLOCK = 1024
+SUM_BLOCK = 4096
 _SHARED = 4  # floats at the start of `constants`: gradient factor, whether to skip, decay, unused
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -30,6 +31,7 @@ _sum_squares = TritonKernel(kernels._sum_squares)
 _judge = TritonKernel(kernels._judge)
 _prepare = TritonKernel(kernels._prepare)
 _update = TritonKernel(kernels._update)
+_add_up = TritonKernel(kernels._add_up)
 
 _tables: OrderedDict[object, Table] = OrderedDict()
 _UPDATE = {size: tilings(size)[0] for size in (2, 4)}
@@ -44,7 +46,7 @@ def fetch(source: int, target: Tensor) -> None:
 
 
 def _take_step(*args: Any, tiling: Tiling | None = None) -> None:
-    """Takes one AdamW step in two launches, whatever the number of tensors."""
+    """Takes one AdamW step in two launches, whatever the number of tensors; in three where sums are wanted."""
     group, how = grouped(args)
     params, grads, exp_avg, exp_avg_sq = (as_list(tensors) for tensors in group[:4])
     step = as_list(group.step)
@@ -59,22 +61,28 @@ def _take_step(*args: Any, tiling: Tiling | None = None) -> None:
         kind = "remainder" if master.meta.dtype == torch.int16 else "float32"
     table = table_for(params.sizes, tiling.chunk, device, _tables, fetch)
     rows = table.rows(*columns)
-    constants = torch.empty(_SHARED + 2 * counters, dtype=torch.float32, device=device)
+    width = 2 if how.sums is None else 5
+    constants = torch.empty(_SHARED + width * counters, dtype=torch.float32, device=device)
     lr_at, lr = (how.lr, 0.0) if isinstance(how.lr, Tensor) else (None, float(how.lr))
     _prepare(
         (-(-counters // PREPARE_BLOCK),), table=rows, constants=constants, lr_at=lr_at,
         lr_mult=how.lr_mult, clip_coef=how.clip_coef, found_inf=how.found_inf, grad_scale=how.grad_scale,
         N=n, S=counters, lr=lr, weight_decay=float(how.weight_decay), log_beta1=log_beta(how.beta1),
-        log_beta2=log_beta(how.beta2), sign=-1.0 if how.maximize else 1.0, BLOCK=PREPARE_BLOCK, num_warps=4,
+        log_beta2=log_beta(how.beta2), sign=-1.0 if how.maximize else 1.0, WIDTH=width, BLOCK=PREPARE_BLOCK, num_warps=4,
     )  # fmt: skip
+    partial = None
+    if how.sums is not None:
+        partial = torch.empty((4, table.count), dtype=torch.float32, device=device)
     if table.count:
         _update(
-            (table.count,), table=rows, chunks=table.chunks, constants=constants, N=n,
+            (table.count,), table=rows, chunks=table.chunks, constants=constants, partial=partial, N=n,
             rest1=1.0 - how.beta1, beta2=float(how.beta2), rest2=1.0 - how.beta2, eps=float(how.eps),
             PARAM=tl.int16 if kind == "remainder" else _DTYPES[params.meta.dtype],
             GRAD=_DTYPES[grads.meta.dtype], STATE=_DTYPES[exp_avg.meta.dtype], MASTER=kind,
-            EACH=int(counters > 1), CHUNK=tiling.chunk, BLOCK=tiling.block, num_warps=tiling.warps,
+            EACH=int(counters > 1), WIDTH=width, CHUNK=tiling.chunk, BLOCK=tiling.block, num_warps=tiling.warps,
         )  # fmt: skip
+    if partial is not None:
+        _add_up((4,), partial=partial, sums=how.sums, P=table.count, BLOCK=SUM_BLOCK, num_warps=8)
 
 
 def _norm(

@@ -21,11 +21,17 @@ def take_step(group: Group, how: Hyper, impl: str | None, *, overlapping: bool) 
     as its parameter does is copied, and back; where parameters share memory one entry at a time, as each must
     see what the one before has written.
     """
+    apart = overlapping and how.sums is not None
+    summed = []
     for part in _entries(group) if overlapping else (group,):
+        own = how._replace(sums=torch.zeros_like(how.sums)) if apart else how
+        summed.append(own.sums)
         dense, copies = _densified(part)
-        call(OP, *dense, *how, impl=impl)
+        call(OP, *dense, *own, impl=impl)
         for target, source in copies:
             target.copy_(source)
+    if apart:
+        how.sums.copy_(torch.stack(summed).sum(0))
     # Autograd must refuse what was saved of old values, and knows nothing of kernels that write by address.
     torch.autograd.graph.increment_version(
         group.params if group.master is None else [*group.params, *group.master]
