@@ -172,7 +172,7 @@ def four_sums(group: Group, how: Hyper, factor: float = 1.0) -> list[float]:
         weight = p
         if group.master is not None:
             weight = join(p, group.master[i]) if p.dtype == torch.bfloat16 else group.master[i]
-        t, g = group.step[i if len(group.step) > 1 else 0].item(), g.double() * factor
+        t, scaled = group.step[i if len(group.step) > 1 else 0].item(), g.double() * factor
 
         def u(t: float, m: Tensor, v: Tensor) -> Tensor:
             if t == 0:
@@ -181,7 +181,7 @@ def four_sums(group: Group, how: Hyper, factor: float = 1.0) -> list[float]:
             return m / (1 - how.beta1**t) / (root + how.eps)
 
         last, new = u(t, m.double(), v.double()), u(t + 1, moved_to[1][i], moved_to[2][i])
-        pairs = ((g, last), (g, g), (weight.double(), weight.double()), (new, new))
+        pairs = ((scaled, last), (scaled, scaled), (weight.double(), weight.double()), (new, new))
         found = [total + (a * b).sum().item() for total, (a, b) in zip(found, pairs, strict=True)]
     return found
 

@@ -57,9 +57,9 @@ def adamw_(
         clip_coef, grad_scale: scalar tensors on the device.
         found_inf: scalar tensor on the device; not 0 skips the step.
         lr_mult: scalar tensor on the device, which multiplies lr.
-        sums: float32 [4] on the device, which receives the sums over all elements of g*u_prev, g^2, p^2 (before
-            the step) and u^2, with u = m/(1 - beta1^t) / (sqrt(v)/sqrt(1 - beta2^t) + eps), what the rate
-            multiplies in this step, and u_prev the same of the step before (0 before the first). So
+        sums: float32 [4] on the device, which receives the sums over all elements of g*u_prev, g^2, p^2 (from
+            before the step) and u^2, with u = m/(1 - beta1^t) / (sqrt(v)/sqrt(1 - beta2^t) + eps), what the
+            rate multiplies in this step, and u_prev the same of the step before (0 before the first). So
             -lr*sums[0] is the slope of the loss in the last step's lr_mult. All 0 where the step is skipped.
         master: float32 weights that the parameters are roundings of; or int16 remainders, which extend
             bfloat16 parameters to float32 ones bit for bit.
@@ -95,7 +95,7 @@ def adamw_(
     scalars = [None if value is None else scalar(name, value, device) for name, value in given.items()]
     if sums is not None:
         check_sums(sums, device)
-    how = Hyper(lr, beta1, beta2, eps, weight_decay, False, *scalars, sums)
+    how = Hyper(lr, beta1, beta2, eps, weight_decay, False, *scalars)._replace(sums=sums)
     take_step(group, how, impl, overlapping=overlap(group.params))
 
 

@@ -84,7 +84,7 @@ def _prepare(
 
     constants: gradient factor, skip, decay, 0, then (lr/(1 - beta1^t), 1/sqrt(1 - beta2^t)) for each counter.
     The powers are taken in float64: 1 - beta2 has but 13 correct bits in float32. WIDTH is 2; or 5 for sums,
-    which need 1/(1 - beta1^t), too, and it and 1/sqrt(1 - beta2^t) of the step before, 0 and 1 where none was.
+    which need 1/(1 - beta1^t), too, and it and 1/sqrt(1 - beta2^t) of the step before; 0, 1 where none was.
     """
     rate = lr
     if lr_at is not None:

@@ -46,7 +46,7 @@ def fetch(source: int, target: Tensor) -> None:
 
 
 def _take_step(*args: Any, tiling: Tiling | None = None) -> None:
-    """Takes one AdamW step in two launches, whatever the number of tensors; in three where sums are wanted."""
+    """Takes one AdamW step in two launches, whatever the number of tensors; three where sums are wanted."""
     group, how = grouped(args)
     params, grads, exp_avg, exp_avg_sq = (as_list(tensors) for tensors in group[:4])
     step = as_list(group.step)
@@ -68,7 +68,8 @@ def _take_step(*args: Any, tiling: Tiling | None = None) -> None:
         (-(-counters // PREPARE_BLOCK),), table=rows, constants=constants, lr_at=lr_at,
         lr_mult=how.lr_mult, clip_coef=how.clip_coef, found_inf=how.found_inf, grad_scale=how.grad_scale,
         N=n, S=counters, lr=lr, weight_decay=float(how.weight_decay), log_beta1=log_beta(how.beta1),
-        log_beta2=log_beta(how.beta2), sign=-1.0 if how.maximize else 1.0, WIDTH=width, BLOCK=PREPARE_BLOCK, num_warps=4,
+        log_beta2=log_beta(how.beta2), sign=-1.0 if how.maximize else 1.0, WIDTH=width,
+        BLOCK=PREPARE_BLOCK, num_warps=4,
     )  # fmt: skip
     partial = None
     if how.sums is not None:
@@ -79,7 +80,8 @@ def _take_step(*args: Any, tiling: Tiling | None = None) -> None:
             rest1=1.0 - how.beta1, beta2=float(how.beta2), rest2=1.0 - how.beta2, eps=float(how.eps),
             PARAM=tl.int16 if kind == "remainder" else _DTYPES[params.meta.dtype],
             GRAD=_DTYPES[grads.meta.dtype], STATE=_DTYPES[exp_avg.meta.dtype], MASTER=kind,
-            EACH=int(counters > 1), WIDTH=width, CHUNK=tiling.chunk, BLOCK=tiling.block, num_warps=tiling.warps,
+            EACH=int(counters > 1), WIDTH=width, CHUNK=tiling.chunk, BLOCK=tiling.block,
+            num_warps=tiling.warps,
         )  # fmt: skip
     if partial is not None:
         _add_up((4,), partial=partial, sums=how.sums, P=table.count, BLOCK=SUM_BLOCK, num_warps=8)

@@ -21,17 +21,16 @@ def take_step(group: Group, how: Hyper, impl: str | None, *, overlapping: bool) 
     as its parameter does is copied, and back; where parameters share memory one entry at a time, as each must
     see what the one before has written.
     """
-    apart = overlapping and how.sums is not None
-    summed = []
-    for part in _entries(group) if overlapping else (group,):
-        own = how._replace(sums=torch.zeros_like(how.sums)) if apart else how
-        summed.append(own.sums)
+    entries = list(_entries(group)) if overlapping else [group]
+    sums = how.sums.new_empty(len(entries), 4) if overlapping and how.sums is not None else None
+    for i, part in enumerate(entries):
+        own = how if sums is None else how._replace(sums=sums[i])
         dense, copies = _densified(part)
         call(OP, *dense, *own, impl=impl)
         for target, source in copies:
             target.copy_(source)
-    if apart:
-        how.sums.copy_(torch.stack(summed).sum(0))
+    if sums is not None and how.sums is not None:
+        how.sums.copy_(sums.sum(0))
     # Autograd must refuse what was saved of old values, and knows nothing of kernels that write by address.
     torch.autograd.graph.increment_version(
         group.params if group.master is None else [*group.params, *group.master]
