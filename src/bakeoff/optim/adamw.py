@@ -1,6 +1,7 @@
 """AdamW in one update launch for all tensors of a group, with clipping and skipping on the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ from torch.optim.optimizer import Optimizer
 from bakeoff.ops.adamw.group import Guard, Hyper, join, split
 from bakeoff.ops.adamw.op import OP, REAL, check_hyper
 from bakeoff.ops.adamw.update import guard, take_step
-from bakeoff.optim.groups import ParamGroup
+from bakeoff.optim.groups import Lists, ParamGroup
 from bakeoff.select import TensorList
 
 __all__ = ["AdamW"]
 
 _MASTERS = (None, "float32", "remainder")
+_MOMENTS = {"exp_avg", "exp_avg_sq"}
+_AS_SAVED = {"gathered", "momentum", "direction"}
+_SHAPED = {*_MOMENTS, *_AS_SAVED, "master", "remainder"}
+"""Keys of a parameter's state that have its shape."""
 _UNABLE_TO_SKIP = ("foreach", "compiled")
 
 
@@ -71,6 +76,17 @@ class AdamW(Optimizer):
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    _kept: tuple[str, ...] = (
+        "max_grad_norm",
+        "skip_nonfinite",
+        "master_weights",
+        "impl",
+        "grad_norm",
+        "skipped",
+    )
+    """Attributes that copies and pickles have, too."""
+    _more: Mapping[str, Any] = MappingProxyType({})
+    """Settings of groups beside torch's, and their defaults."""
 
     def __init__(
         self,
@@ -118,7 +134,7 @@ class AdamW(Optimizer):
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "maximize": maximize, "foreach": None, "capturable": False, "differentiable": False,
-            "fused": None, "decoupled_weight_decay": True,
+            "fused": None, "decoupled_weight_decay": True, **self._more,
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -189,13 +205,14 @@ class AdamW(Optimizer):
             if not isinstance(plain, ParamGroup):
                 self.param_groups[i] = self._adopted(plain)
         groups: list[Any] = self.param_groups
-        found = [(group, lists) for group in groups for lists in group.lists(self.state, self._start)]
+        found: list[Any] = [(group, lists) for group in groups for lists in self._lists(group)]
         if not found:
             return loss
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         judged = self._judge([lists.group.grads for _, lists in found], scale, found_inf)
-        for group, (lists, overlapping) in found:
-            device = lists.params.device
+        steps = []
+        for group, lists in found:
+            device = lists.group.params.device
             beta1, beta2 = group["betas"]
             how = Hyper(
                 group.rate(device), beta1, beta2, group["eps"], group["weight_decay"], group["maximize"],
@@ -205,8 +222,19 @@ class AdamW(Optimizer):
             )  # fmt: skip
             if judged is not None and found_inf is None and not self.skip_nonfinite:
                 how = how._replace(found_inf=None)
-            take_step(lists, how, self.impl, overlapping=overlapping)
+            steps.append((group, lists, how))
+        self._update(steps, loss)
         return loss
+
+    def _lists(self, group: ParamGroup) -> list[Lists]:
+        """The group's parameters that have gradients, and their state, by device and dtypes."""
+        return group.lists(self.state, self._start)
+
+    def _update(self, steps: list[tuple[ParamGroup, Lists, Hyper]], loss: Any) -> None:
+        """Takes the step of every list as told; `loss` is what the closure returned."""
+        del loss
+        for _, (lists, overlapping), how in steps:
+            take_step(lists, how, self.impl, overlapping=overlapping)
 
     def _judge(self, grads: list[Any], scale: Tensor | None, found_inf: Tensor | None) -> Guard | None:
         """The norm of all gradients and what follows from it, where anything does."""
@@ -313,18 +341,23 @@ class AdamW(Optimizer):
             self._check({**self.defaults, **given, "params": group["params"]})
             for i, p in zip(given["params"], group["params"], strict=False):
                 found = saved["state"].get(i) or {}
-                for key in ("step", "exp_avg", "exp_avg_sq") if found else ():
+                for key in self._needed({**group, **given}) if found else ():
                     if key not in found:
                         raise ValueError(
                             f"AdamW: the state of parameter {i} has no {key}, so it isn't AdamW's; load the "
                             f"state of an AdamW"
                         )
-                for key in found.keys() & {"exp_avg", "exp_avg_sq", "master", "remainder"}:
+                for key in found.keys() & _SHAPED:
                     if found[key].shape != p.shape:
                         raise ValueError(
                             f"AdamW: {key} of parameter {i} has shape {tuple(found[key].shape)}, the "
                             f"parameter {tuple(p.shape)}; list parameters in the order they were saved in"
                         )
+
+    def _needed(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """What the state of the group's parameters always has."""
+        del group
+        return ("step", "exp_avg", "exp_avg_sq")
 
     def _unround(self, saved: dict[str, Any]) -> None:
         """The loaded state as it was saved: torch's loader rounds all of it to the parameter's dtype."""
@@ -336,11 +369,14 @@ class AdamW(Optimizer):
                 continue
             state = self.state[p]
             dtype = torch.float32 if self._wide(p) else p.dtype
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in found.keys() & _MOMENTS:
                 state[key] = found[key].to(p.device, dtype)
-            step = torch.as_tensor(found["step"], dtype=torch.float32, device=p.device)
-            state["step"] = step.reshape(()).clone()
-            self._load_master(p, found)
+            for key in found.keys() & _AS_SAVED:
+                state[key] = found[key].to(p.device)
+            if "step" in found:
+                step = torch.as_tensor(found["step"], dtype=torch.float32, device=p.device)
+                state["step"] = step.reshape(()).clone()
+                self._load_master(p, found)
 
     def _load_master(self, p: Tensor, found: dict[str, Any]) -> None:
         state = self.state[p]
@@ -356,8 +392,7 @@ class AdamW(Optimizer):
             self._widen(p, p.detach().float() if weight is None else weight)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("max_grad_norm", "skip_nonfinite", "master_weights", "impl", "grad_norm", "skipped")
-        return {**super().__getstate__(), **{key: getattr(self, key) for key in kept}}
+        return {**super().__getstate__(), **{key: getattr(self, key) for key in self._kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

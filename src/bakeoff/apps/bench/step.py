@@ -32,7 +32,7 @@ from bakeoff.models import build
 from bakeoff.select import tune, using
 from bakeoff.timing import seconds_per_call
 
-__all__ = ["MODES", "OF_MEMORY", "StepRow", "run_step"]
+__all__ = ["MODES", "OF_MEMORY", "StepRow", "run_step", "source_hash"]
 
 MODES = ("eager", "captured", "compiled", "compiled+captured")
 OF_MEMORY = ("autograd", "eager", "captured")
@@ -96,7 +96,7 @@ def run_step(
     for name, config, modes, steps in _sized(device):
         for mode in modes:
             held = [row for row in file.rows if _same(row, name, config, mode)]
-            if resume and any(row.get("source_hash") == _source_hash() for row in held):
+            if resume and any(row.get("source_hash") == source_hash() for row in held):
                 continue
             announce(f"{name}, {mode}: holding contests, then measuring")
             row = measured(config, torch.device(device), mode, steps, budget_s, name)
@@ -117,7 +117,8 @@ def _same(row: dict[str, Any], name: str, config: Config, mode: str) -> bool:
 
 
 @functools.cache
-def _source_hash() -> str:
+def source_hash() -> str:
+    """Of all sources of the package, most of which a step runs."""
     folder = Path(bakeoff.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
@@ -205,7 +206,7 @@ def measured(
             steps=count,
             choices=selected,
             reason=stepper.uncaptured,
-            source_hash=_source_hash(),
+            source_hash=source_hash(),
             date=results.now(),
         )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from bakeoff.apps.bench import contests, launch, recall, regret, results, step
+from bakeoff.apps.bench import contests, launch, nested, recall, regret, results, step
 from bakeoff.apps.bench.regret import SelectionRow
 from bakeoff.apps.bench.results import ResultsError
 from bakeoff.apps.bench.suites import Cell, cells
@@ -48,6 +48,13 @@ def run(
         if names or regimes or jobs > 1 or budget is not None:
             raise ResultsError("--suite recall trains models: leave OP, --budget, --regimes and --jobs out")
         _run_recall(device, out, text, resume)
+        return
+    if suite == "nested":
+        if names or text or regimes or jobs > 1 or budget is not None:
+            raise ResultsError(
+                "--suite nested trains whole models: leave OP, --filter, --regimes, --jobs and --budget out"
+            )
+        _run_nested(device, out, resume)
         return
     ops = [find_op(name) for name in names] or list(declared().values())
     if suite == "launch":
@@ -158,6 +165,24 @@ def _run_launch(ops: Sequence[Op], device: str, out: Path | None, budget: float,
 
     with working(printer, "measuring the device's limits") as status:
         launch.run_launch(ops, device, out, budget_s=budget, resume=resume, hear=hear, announce=status.update)
+    print_plain(printer, f"results: {out}")
+
+
+def _run_nested(device: str, out: Path | None, resume: bool) -> None:
+    out = out or Path("results", results.slug(device), "nested.json")
+    printer = console()
+    printer.print(f"training with and without learned multipliers on {device}, to {out}", highlight=False)
+
+    def hear(row: nested.NestedRow) -> None:
+        ends = ", ".join(f"{name} {part[-1]:.2f}" for name, part in row.multipliers.items())
+        figures = f"{row.bits_per_byte:.4f} bits/byte  loss {row.loss:.4f}  {row.step_us:8.1f} us  {ends}"
+        print_plain(printer, f"{row.optimizer:12}lr {row.lr:<8g} seed {row.seed}  {figures}")
+
+    with working(printer, "measuring the device's limits") as status:
+        nested.run_nested(
+            device, out, nested.plan_for(device), resume=resume, hear=hear, announce=status.update
+        )
+    _print_summary(out, printer)
     print_plain(printer, f"results: {out}")
 
 

@@ -9,6 +9,7 @@ from bakeoff.apps.train.context import Context
 from bakeoff.apps.train.metrics import log
 from bakeoff.apps.train.result import TrainError
 from bakeoff.apps.train.step import Stepper
+from bakeoff.optim import DeepNestedOptimizer
 from bakeoff.parallel import full
 
 __all__ = ["optimizer_state", "restore", "save"]
@@ -85,11 +86,14 @@ def optimizer_state(stepper: Stepper) -> dict[str, Tensor]:
         optimizer.found_inf = torch.ones((), device=stepper.device)  # so that the step changes nothing
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return {
-        f"{name}/{key}": value.view(1) if value.ndim == 0 else value
+    found = {
+        f"{name}/{key}": value
         for name, p in stepper.model.named_parameters()
         for key, value in optimizer.state[p].items()
     }
+    if isinstance(optimizer, DeepNestedOptimizer):
+        found |= {f"optimizer/{name}": value for name, value in optimizer.buffers().items()}
+    return {name: value.view(1) if value.ndim == 0 else value for name, value in found.items()}
 
 
 def _rank_state(stepper: Stepper) -> dict[str, Tensor]:

@@ -15,11 +15,11 @@ from bakeoff.graphs import CapturedStep, NotCapturable, capture_step
 from bakeoff.models.byte_spectral import ByteSpectralLM
 from bakeoff.models.llm_med import LLMMed
 from bakeoff.models.titan_mac import TitanMAC
-from bakeoff.optim import AdamW
+from bakeoff.optim import AdamW, DeepNestedOptimizer, nested_groups
 from bakeoff.parallel import ALONE, World, replicas, sharded, total_norm
 from bakeoff.select.choose.policy import untuned
 
-__all__ = ["Stepper", "adamw", "learning_rate", "uses_bf16"]
+__all__ = ["Stepper", "adamw", "learning_rate", "optimizer", "uses_bf16"]
 
 
 def uses_bf16(config: Config, device: torch.device) -> bool:
@@ -57,6 +57,23 @@ def adamw(model: nn.Module, optim: Optim, device: torch.device, *, shards: bool 
     )
 
 
+def optimizer(model: nn.Module, optim: Optim, device: torch.device, *, shards: bool = False) -> AdamW:
+    """The optimizer that the configuration names."""
+    if optim.name == "adamw":
+        return adamw(model, optim, device, shards=shards)
+    groups = nested_groups(model, optim.weight_decay)
+    for group in groups:
+        group["muon"] = optim.muon and group["name"] == "core"
+    return DeepNestedOptimizer(
+        groups,
+        torch.tensor(optim.lr, device=device) if device.type == "cuda" else optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        max_grad_norm=None if shards else optim.clip or math.inf,
+        skip_nonfinite=not shards,
+    )
+
+
 class Stepper:
     """Steps a model, and adds up on the device what the next log point reads.
 
@@ -76,7 +93,7 @@ class Stepper:
         self.module = _spread(model, config, device, world, mode)
         """What a training pass calls: the model, or the model spread over ranks."""
         self.bf16 = uses_bf16(config, device)
-        self.optimizer = adamw(model, config.optim, device, shards=mode == "fsdp")
+        self.optimizer = optimizer(model, config.optim, device, shards=mode == "fsdp")
         # Sums of loss and gradient norm since the last log point, steps skipped since then, in all, in a row.
         self.window = torch.zeros(5, dtype=torch.float64, device=device)
         self.captured: CapturedStep[[Tensor], None] | None = None
@@ -143,6 +160,8 @@ class Stepper:
             bad = bad | ~norm.isfinite()
             self.optimizer.grad_scale = (norm / (self.config.optim.clip or math.inf)).clamp(min=1.0)
         self.optimizer.found_inf = bad.float()
+        if isinstance(self.optimizer, DeepNestedOptimizer):
+            self.optimizer.loss = loss
         self.optimizer.step()
         if self.mode != "fsdp":
             assert self.optimizer.grad_norm is not None

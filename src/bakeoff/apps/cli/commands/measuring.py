@@ -15,13 +15,14 @@ __all__ = ["bench", "compare"]
 @click.argument("names", metavar="[OP]...", nargs=-1)
 @click.option(
     "--suite",
-    type=click.Choice(["ops", "selection", "step", "launch", "recall"]),
+    type=click.Choice(["ops", "selection", "step", "launch", "recall", "nested"]),
     default="ops",
     show_default=True,
     help="ops: all candidates and peers. selection: time lost by the choices, overhead of choosing, time to "
     "tune. step: a whole training step, eager, captured, compiled, and both. launch: the host's and the "
     "device's time of every candidate at lengths from 256 to 16384. recall: TitanMAC, with and without what "
-    "its memory consists of, trained to recall pairs that are out of its attention's reach.",
+    "its memory consists of, trained to recall pairs that are out of its attention's reach. nested: "
+    "training with learned multipliers of the learning rate and without.",
 )
 @click.option(
     "--regimes", help="Comma-separated: eager,graph,compiled. [default: all the device has but compiled]"
@@ -68,6 +69,7 @@ def bench(**values: Any) -> None:
       bakeoff bench --suite step --resume
       bakeoff bench --suite launch rotary
       bakeoff bench --suite recall --filter lmm
+      bakeoff bench --suite nested
       bakeoff bench --jobs 8
       bakeoff bench swiglu --thorough --variants
     """

@@ -53,8 +53,12 @@ class Data(Section, frozen=True):
 
 
 class Optim(Section, frozen=True):
-    """[optim] AdamW, with linear warm-up and cosine decay."""
+    """[optim] the optimizer, with linear warm-up and cosine decay."""
 
+    name: Literal["adamw", "deep-nested"] = "adamw"
+    """"deep-nested": AdamW with learned multipliers of each group's rate."""
+    muon: bool = False
+    """With deep-nested: step matrices other than embeddings by Muon."""
     lr: Annotated[float, Meta(gt=0)] = 1e-3
     min_lr: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Share of `lr` left at the end."""
@@ -67,6 +71,11 @@ class Optim(Section, frozen=True):
     """Decoupled, on matrices only."""
     clip: Annotated[float, Meta(ge=0)] = 1.0
     """Largest norm of the gradient; 0 means no clipping."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.muon and self.name != "deep-nested":
+            raise ValueError('muon=true belongs to name="deep-nested": set that, too')
 
 
 class Train(Section, frozen=True):

@@ -1,0 +1,334 @@
+"""AdamW whose groups step at rates of their own: learned multipliers, periods, and Muon for matrices."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bakeoff.ops.adamw.group import Group, Hyper, factor_of
+from bakeoff.ops.adamw.update import overlap, take_step
+from bakeoff.optim.adamw import AdamW
+from bakeoff.optim.controller import NestedController
+from bakeoff.optim.groups import Lists, ParamGroup
+from bakeoff.optim.muon import muon_step
+from bakeoff.select import TensorList
+
+__all__ = ["DeepNestedOptimizer", "nested_groups"]
+
+_GATHERED = "gathered"
+"""Key of a slow parameter's state: the sum of its gradients since the last step."""
+
+
+def nested_groups(model: nn.Module, weight_decay: float = 1e-2) -> list[dict[str, Any]]:
+    """The groups of a model for `DeepNestedOptimizer`: "core" (matrices, with decay), "embed" (embeddings
+    and what is called head, with decay), "memory" (what belongs to a module of that name, without) and
+    "scales" (other vectors, without).
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+        >>> [(group["name"], len(group["params"])) for group in nested_groups(model)]
+        [('core', 1), ('embed', 1), ('scales', 1)]
+    """
+    heads = {"head", "lm_head"}
+    tables = {
+        p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
+    }
+    found: dict[str, list[Tensor]] = {"core": [], "embed": [], "memory": [], "scales": []}
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        parts = set(name.split("."))
+        kind = "embed" if p in tables or parts & heads else "memory" if "memory" in parts else "core"
+        found["scales" if kind == "core" and p.ndim < 2 else kind].append(p)
+    decayed = {"core", "embed"}
+    return [
+        {"name": name, "params": params, "weight_decay": weight_decay if name in decayed else 0.0}
+        for name, params in found.items()
+        if params
+    ]
+
+
+class DeepNestedOptimizer(AdamW):
+    """`bakeoff.optim.AdamW` with a learned multiplier, a period, and a choice of rule for each group.
+
+    - The multiplier of a group's learning rate comes from a `NestedController`, which learns from every step.
+    - A group with ``"period": k`` gathers gradients, clipped as they come, and takes one step with their mean
+      after every k-th: each gradient is used exactly once. Those of an unfinished period stay in the state. A
+      skipped step gathers nothing. Groups of period 1 have no such state.
+    - A group with ``"muon": True`` holds matrices, which step along their orthogonalised momentum instead of
+      AdamW's (state ``momentum``; and ``direction``, the last step's, where there is a controller).
+
+    Groups, schedulers, closures, GradScaler, `state_dict` and CUDA graphs as `AdamW`; `found_inf` and
+    skip_nonfinite hold for all rules. The state of an AdamW with the same groups can be loaded; it says
+    nothing of the controller, which stays as it is. On parameters that `fully_shard` made, sums are added up
+    over ranks.
+
+    Args:
+        params: parameters or group dicts; `nested_groups` makes them of a model.
+        base_lr: learning rate that multipliers apply to; a group's own is ``"lr"``.
+        betas, eps, weight_decay, maximize, max_grad_norm, skip_nonfinite, master_weights, impl: as AdamW's.
+        controller: False: all multipliers are 1. A dict: settings of `NestedController`.
+        period, muon: of groups that don't say.
+
+    Attributes:
+        controller: the NestedController, or None.
+        loss: scalar tensor on the device, of the step to come, which the controller looks at; None: what the
+            closure returns, if there is one.
+
+    Raises:
+        ValueError, TypeError: as AdamW's, and for settings of groups that make no sense.
+
+    Source: Behrouz et al. 2025, Nested Learning (periods: continuum memory); Jordan et al. 2024 (Muon).
+
+    Example:
+        >>> import torch
+        >>> fast, slow = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        >>> groups = [{"params": [fast]}, {"params": [slow], "period": 8}]
+        >>> optimizer = DeepNestedOptimizer(groups, base_lr=0.1)
+        >>> for _ in range(8):
+        ...     fast.grad, slow.grad = torch.ones(2), torch.ones(2)
+        ...     optimizer.step()
+        >>> optimizer.state[slow]["step"]
+        tensor(1.)
+    """
+
+    _kept = (*AdamW._kept, "controller", "loss", "_settings", "_more")
+
+    def __init__(
+        self,
+        params: Any,
+        base_lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        controller: bool | Mapping[str, Any] = True,
+        period: int = 1,
+        muon: bool = False,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        master_weights: str | None = None,
+        impl: str | None = None,
+    ) -> None:
+        self.controller: NestedController | None = None
+        self.loss: Tensor | None = None
+        self._settings: dict[str, Any] | None = None
+        self._more = {"period": period, "muon": muon}
+        super().__init__(
+            params, base_lr, betas, eps, weight_decay, maximize=maximize, max_grad_norm=max_grad_norm,
+            skip_nonfinite=skip_nonfinite, master_weights=master_weights, impl=impl,
+        )  # fmt: skip
+        if controller is not False:
+            self._settings = dict(controller) if isinstance(controller, Mapping) else {}
+            self._control()
+
+    def _control(self) -> None:
+        """Has the controller know every group, once there is to be one."""
+        if self._settings is None:
+            return
+        devices = {p.device for group in self.param_groups for p in group["params"]}
+        if len(devices) > 1:
+            raise ValueError(
+                f"DeepNestedOptimizer: parameters lie on {', '.join(sorted(map(str, devices)))}; use one "
+                f"optimizer for each device, or controller=False"
+            )
+        if self.controller is None:
+            self.controller = NestedController(len(self.param_groups), devices.pop(), **self._settings)
+        self.controller.grow(len(self.param_groups))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch's; its multiplier starts at 1."""
+        super().add_param_group(param_group)
+        try:
+            self._control()
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        period, muon = group["period"], group["muon"]
+        if not isinstance(period, int) or isinstance(period, bool) or period < 1:
+            raise ValueError(f"DeepNestedOptimizer: period must be an int of at least 1, got {period!r}")
+        if period > 1 and not self._step_supports_amp_scaling:
+            raise ValueError(
+                f"DeepNestedOptimizer: {self.impl} can't wait for the end of a period on the device; leave "
+                f"impl None"
+            )
+        if not muon:
+            return
+        if self.master_weights is not None:
+            raise ValueError(
+                "DeepNestedOptimizer: muon keeps no wider weights; leave master_weights None, or hold the "
+                "parameters in float32"
+            )
+        for i, p in enumerate(group["params"]):
+            if p.ndim != 2:
+                raise ValueError(
+                    f"DeepNestedOptimizer: muon takes matrices, and parameter {i} of the group has shape "
+                    f"{tuple(p.shape)}; put it into a group without muon"
+                )
+
+    def _lists(self, group: ParamGroup) -> list[Lists]:
+        params = group["params"]
+        if (group["muon"] or group["period"] > 1) and any(hasattr(p, "to_local") for p in params):
+            raise ValueError(
+                "DeepNestedOptimizer: muon and periods need whole parameters, and these are shards; use DDP, "
+                "or leave both off"
+            )
+        # What was gathered of a parameter counts at the period's end, even if it gets no gradient then.
+        absent = [p for p in params if p.grad is None and _GATHERED in self.state.get(p, {})]
+        for p in absent:
+            p.grad = torch.zeros_like(p)
+        try:
+            return self._matrices(params) if group["muon"] else super()._lists(group)
+        finally:
+            for p in absent:
+                p.grad = None
+
+    def _matrices(self, params: list[Tensor]) -> list[Lists]:
+        """Muon's parameters that have gradients, and their momentum, by dtypes."""
+        kinds: dict[Any, list[Tensor]] = {}
+        for p in params:
+            if p.grad is None:
+                continue
+            if p.grad.layout is not torch.strided:
+                raise RuntimeError("DeepNestedOptimizer: muon takes no sparse gradients; make them dense")
+            kinds.setdefault((p.device, p.dtype, p.grad.dtype), []).append(p)
+            if not self.state[p]:
+                wide = torch.promote_types(p.dtype, torch.float32)
+                self.state[p]["momentum"] = torch.zeros_like(p, dtype=wide)
+                if self.controller is not None:
+                    self.state[p]["direction"] = torch.zeros_like(p, dtype=torch.bfloat16)
+        return [
+            Lists(
+                Group(
+                    TensorList.of(members, "DeepNestedOptimizer: params"),
+                    TensorList.of([p.grad for p in members], "DeepNestedOptimizer: grads"),  # type: ignore[misc]
+                    [self.state[p]["momentum"] for p in members], [], [],
+                ),
+                overlap(members),
+            )
+            for members in kinds.values()
+        ]  # fmt: skip
+
+    def _update(self, steps: list[tuple[ParamGroup, Lists, Hyper]], loss: Any) -> None:
+        controller, index = self.controller, {id(group): i for i, group in enumerate(self.param_groups)}
+        if controller is not None:
+            device = steps[0][1].group.params[0].device
+            controller.to(device)
+            sums = torch.zeros(len(steps), 4, device=device)
+        ends: dict[int, tuple[Tensor, Tensor]] = {}
+        for row, (group, given, asked) in enumerate(steps):
+            lists, how = given, asked
+            if group["period"] > 1:
+                if id(group) not in ends:
+                    ends[id(group)] = self._counted(group, how)
+                lists, how = self._gather(given, how, *ends[id(group)], group["period"])
+            if controller is not None:
+                how = how._replace(lr_mult=controller.multipliers[index[id(group)]], sums=sums[row])
+            if group["muon"]:
+                self._step_matrices(lists, how)
+            else:
+                take_step(lists.group, how, self.impl, overlapping=lists.overlapping)
+        if controller is not None:
+            told = self.loss if self.loss is not None else loss if isinstance(loss, Tensor) else None
+            controller.advance(self._by_group(sums, [index[id(group)] for group, _, _ in steps]), told)
+
+    def _by_group(self, sums: Tensor, rows: list[int]) -> Tensor:
+        """[groups, 4]: the sums of each group over its dtypes, and over ranks where they hold shards."""
+        if rows != list(range(len(self.param_groups))):
+            total = torch.zeros(len(self.param_groups), 4, device=sums.device)
+            for row, i in enumerate(rows):
+                total[i] += sums[row]
+            sums = total
+        shards = [p for group in self.param_groups for p in group["params"] if hasattr(p, "device_mesh")]
+        if shards:
+            dist.all_reduce(sums, group=shards[0].device_mesh.get_group())
+        return sums
+
+    def _counted(self, group: ParamGroup, how: Hyper) -> tuple[Tensor, Tensor]:
+        """Counts a gradient of a slow group: whether a period begins with it, and whether one ends."""
+        device = group["params"][0].device
+        if _GATHERED not in group:
+            group[_GATHERED] = torch.zeros((), device=device)
+        elif group[_GATHERED].device != device:
+            group[_GATHERED] = group[_GATHERED].to(device)
+        count = group[_GATHERED]
+        begins = count >= group["period"]
+        after = torch.where(begins, 0.0, count) + 1.0
+        ends = after >= group["period"]
+        if how.found_inf is not None:
+            skip = how.found_inf != 0
+            after, ends = torch.where(skip, count, after), ends & ~skip
+        count.copy_(after)
+        return begins, ends
+
+    def _gather(
+        self, lists: Lists, how: Hyper, begins: Tensor, ends: Tensor, period: int
+    ) -> tuple[Lists, Hyper]:
+        """Adds the gradients to those of the period, and tells what is to be done with them."""
+        factor = factor_of(how._replace(maximize=False))
+        gathered = []
+        for p, g in zip(lists.group.params, lists.group.grads, strict=True):
+            state = self.state[p]
+            if _GATHERED not in state:
+                wide = torch.promote_types(p.dtype, torch.float32)
+                state[_GATHERED] = torch.zeros_like(p, dtype=wide)
+            own = state[_GATHERED]
+            total = torch.where(begins, 0.0, own) + g.to(own.dtype) * factor
+            own.copy_(total if how.found_inf is None else torch.where(how.found_inf != 0, own, total))
+            gathered.append(own)
+        mean = torch.full((), float(period), device=ends.device)
+        how = how._replace(clip_coef=None, grad_scale=mean, found_inf=(~ends).float())
+        return lists._replace(group=lists.group._replace(grads=TensorList.of(gathered))), how
+
+    def _step_matrices(self, lists: Lists, how: Hyper) -> None:
+        group = lists.group
+        states = [self.state[p] for p in group.params]
+        directions = [state["direction"] for state in states] if self.controller is not None else None
+        muon_step(group.params, group.grads, group.exp_avg, directions, how)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What is kept beside the states of parameters, by name: the controller's tensors, and how many
+        gradients slow groups have gathered."""
+        found = {
+            f"group{i}.{_GATHERED}": group[_GATHERED]
+            for i, group in enumerate(self.param_groups)
+            if _GATHERED in group
+        }
+        if self.controller is not None:
+            found |= {f"controller.{name}": t for name, t in self.controller.state_dict().items()}
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with the controller's state."""
+        state = super().state_dict()
+        if self.controller is not None:
+            state["controller"] = self.controller.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up the state of this class or of an AdamW, which says nothing of periods and the controller.
+
+        Raises:
+            ValueError, TypeError: as AdamW's, or another number of groups under the controller; then nothing
+                has changed.
+        """
+        kept = [{key: group[key] for key in self._more} for group in self.param_groups]
+        groups = state_dict["param_groups"]
+        if len(groups) == len(kept):
+            groups = [{**own, **given} for own, given in zip(kept, groups, strict=True)]
+        learned = state_dict.get("controller")
+        if self.controller is not None and learned is not None:
+            self.controller.check_state(learned)
+        super().load_state_dict({**state_dict, "param_groups": groups})
+        if self.controller is not None and learned is not None:
+            self.controller.load_state_dict(learned)
+
+    def _needed(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum",) if group["muon"] else super()._needed(group)
