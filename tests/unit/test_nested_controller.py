@@ -120,7 +120,7 @@ def test_a_loss_that_is_not_finite_gives_one(bad: float) -> None:
 def test_a_group_that_took_no_step_keeps_all() -> None:
     controller = taught(1.0)
     before = {name: t.clone() for name, t in controller.state_dict().items()}
-    controller.advance(torch.zeros(2, 4))
+    controller.advance(torch.zeros(2, 4), torch.tensor(3.0))
     assert all(torch.equal(controller.state_dict()[name], t) for name, t in before.items())
 
 

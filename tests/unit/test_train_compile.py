@@ -96,7 +96,7 @@ def test_the_bench_command_writes_steps_and_takes_them_up(
     assert fields <= set(eager)
     modes, kept = ["eager", "compiled"], ["eager"]
     assert bench("--resume")[0] == eager
-    monkeypatch.setattr(suite, "_source_hash", lambda: "another")
+    monkeypatch.setattr(suite, "source_hash", lambda: "another")
     modes, kept = ["eager"], []
     rows = bench("--resume")
     assert [row["mode"] for row in rows] == ["compiled", "eager"]

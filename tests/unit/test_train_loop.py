@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import io
 import logging
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bakeoff.apps.train import (
@@ -36,6 +38,7 @@ from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.apps.train.step import Stepper
 from bakeoff.errors import PolicyError, Unsupported
 from bakeoff.models.llm_med import Config as ModelConfig
+from bakeoff.optim import nested
 
 TEXT = "".join(f"line {n}: the quick brown fox jumps over {n % 7} lazy dogs\n" for n in range(400))
 QUIET = Console(file=io.StringIO())
@@ -354,6 +357,32 @@ def test_a_run_folder_that_can_not_be_written_is_refused_first(base: Config, tmp
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"can't write to the run folder .*set train.run_dir"):
         train(resolve(base, None, [f"train.run_dir={tmp_path / 'file' / 'run'}"]), console=QUIET)
+
+
+@pytest.mark.parametrize("muon", ["false", "true"])
+def test_a_stopped_deep_nested_run_goes_on_bit_for_bit(
+    muon: str, base: Config, stop_after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = functools.partial(nested.NestedController, wait=0, margin=0.0)
+    monkeypatch.setattr(nested, "NestedController", quick)
+    base = resolve(base, None, ["optim.name=deep-nested", f"optim.muon={muon}"])
+    whole = resolve(base, None, [f"train.run_dir={tmp_path / 'whole'}"])
+    train(whole, console=QUIET)
+    stop_after(5, signal.SIGTERM)
+    assert train(base, console=QUIET).steps == 5
+    monkeypatch.undo()
+    monkeypatch.setattr(nested, "NestedController", quick)
+    torch.manual_seed(999)
+    assert train(base, console=QUIET).steps == 12
+    assert curve(base) == curve(whole)
+    ends = [latest(config.train.run_dir) for config in (base, whole)]
+    for name, tensor in ends[0].weights.items():
+        assert torch.equal(tensor, ends[1].weights[name]), name
+    moments = [load_file(next((end.folder / "moments").glob("*.safetensors"))) for end in ends]
+    assert all(torch.equal(tensor, moments[1][name]) for name, tensor in moments[0].items())
+    assert not torch.equal(moments[0]["optimizer/controller.multipliers"], torch.ones(3))
+    with pytest.raises(ConfigError, match="muon=true belongs to name"):
+        resolve(base, None, ["optim.name=adamw", "optim.muon=true"])
 
 
 def test_resuming_refuses_what_does_not_fit(

@@ -61,7 +61,7 @@ class NestedController:
     Example:
         >>> import torch
         >>> controller = NestedController(1)
-        >>> for _ in range(80):  # gradients that point as the last update did, step by step
+        >>> for _ in range(130):  # gradients that point as the last update did, step by step
         ...     controller.advance(torch.tensor([[1.0, 1.0, 4.0, 1.0]]))
         >>> bool(1 < controller.multipliers < 4)
         True
@@ -79,7 +79,7 @@ class NestedController:
         margin: float = 0.1,
         pull: float = 0.01,
         decay: float = 0.99,
-        wait: int = 50,
+        wait: int = 100,
         depths: Sequence[float] | None = None,
         seed: int = 0,
     ) -> None:
@@ -128,7 +128,7 @@ class NestedController:
         cosine = slope * torch.rsqrt(gg.clamp(min=_TINY)) / s["size"].clamp(min=_TINY)
         cosine = torch.where(s["size"] > 0, cosine, 0.0 * slope)  # none yet; what is not finite stays so
         norms = torch.stack([gg, pp, uu / pp.clamp(min=_TINY)], 1).clamp(min=_TINY).log() * 0.5
-        ahead = self._ahead(loss)
+        ahead = self._ahead(loss, stepped.any())
         raw = torch.cat([norms, cosine[:, None], ahead.expand(self.groups)[:, None]], 1)
         fine = stepped & raw.isfinite().all(1) & sums.isfinite().all(1)
 
@@ -151,13 +151,14 @@ class NestedController:
         units = torch.tanh(torch.addmm(s["bias1"], x, s["weight1"].t()))
         return torch.mv(units, s["weight2"]) + s["bias2"], units
 
-    def _ahead(self, loss: Tensor | None) -> Tensor:
-        """How far the loss's logarithm lies above its running mean, which it enters then; 0 without one."""
+    def _ahead(self, loss: Tensor | None, stepped: Tensor) -> Tensor:
+        """How far the loss's logarithm lies above its running mean, 0 without a loss; it enters that mean if a
+        step was taken."""
         mean, count = self._state["loss"].unbind()
         if loss is None:
             return torch.zeros_like(mean)
         known = loss.detach().float().reshape(()).clamp(min=_TINY).log()
-        fine = known.isfinite()
+        fine = known.isfinite() & stepped
         ahead = torch.where(count > 0, known - mean, 0.0 * known)
         share = torch.clamp(1.0 / (count + 1.0), min=5.0 * (1.0 - self.decay))
         self._state["loss"].copy_(
