@@ -78,7 +78,7 @@ def plan_for(device: str) -> Plan:
         "model.d_model=64", "model.layers=2", "model.heads=4", "train.seq_len=64", "train.batch_size=16",
         "train.steps=400", "train.max_seconds=0", "optim.warmup=0.05", "train.eval_rows=256",
     ]  # fmt: skip
-    return Plan(resolve(recipe("llm-med-tiny"), None, given), (2.5e-3, 5e-3, 1e-2, 2e-2), (0, 1))
+    return Plan(resolve(recipe("llm-med-tiny"), None, given), (2.5e-3, 5e-3, 1e-2), (0, 1))
 
 
 def run_nested(
