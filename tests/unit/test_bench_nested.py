@@ -22,7 +22,7 @@ def test_the_summary_by_hand() -> None:
     learned = {2e-3: 2.02, 0.1 * 2e-3: 2.25, 5.0 * 2e-3: 2.5}
     rows = [row("adamw", lr, bits + d, s) for lr, bits in fixed.items() for s, d in ((0, -0.01), (1, 0.01))]
     rows += [row("deep-nested", lr, bits, 0, 103.0) for lr, bits in learned.items()]
-    summary = nested.summarised(rows)
+    summary = nested.summarised(rows, 2e-3)
     assert summary["best_lr"] == 2e-3
     assert summary["recovered"] == {"x0.1": pytest.approx(0.75), "x5": pytest.approx(-0.25)}
     assert summary["cost_at_best_lr"] == pytest.approx(0.01)

@@ -152,8 +152,8 @@ class NestedController:
         return torch.mv(units, s["weight2"]) + s["bias2"], units
 
     def _ahead(self, loss: Tensor | None, stepped: Tensor) -> Tensor:
-        """How far the loss's logarithm lies above its running mean, 0 without a loss; it enters that mean if a
-        step was taken."""
+        """How far the loss's logarithm lies above its running mean, 0 without a loss; it enters the mean if
+        a step was taken."""
         mean, count = self._state["loss"].unbind()
         if loss is None:
             return torch.zeros_like(mean)

@@ -117,7 +117,7 @@ def run_nested(
     best = _best(fixed)
     wrong = [made("adamw", scale * best, seed) for scale in (LOW, HIGH) for seed in plan.seeds]
     learned = [made("deep-nested", scale * best, seed) for scale in (1.0, LOW, HIGH) for seed in plan.seeds]
-    summary = summarised([*fixed, *wrong, *learned])
+    summary = summarised([*fixed, *wrong, *learned], best)
 
     def conclude(file: File) -> None:
         file.summary = summary
@@ -160,10 +160,9 @@ def measured(config: Config, device: torch.device, optimizer: str, lr: float, se
     )  # fmt: skip
 
 
-def summarised(rows: Sequence[NestedRow]) -> dict[str, Any]:
-    """Of the runs of one plan: the best fixed rate, the share of the gap to it that is recovered at badly
-    chosen rates (1: all of it), and what the multipliers cost at the best rate, as shares."""
-    best = _best([row for row in rows if row.optimizer == "adamw"])
+def summarised(rows: Sequence[NestedRow], best: float) -> dict[str, Any]:
+    """Of the runs of one plan, whose best fixed rate is `best`: the share of the gap to it that is recovered
+    at badly chosen rates (1: all of it), and what the multipliers cost at the best rate, as shares."""
 
     def mean(optimizer: str, scale: float) -> float:
         found = [row.bits_per_byte for row in rows if row.optimizer == optimizer and row.lr == scale * best]

@@ -44,17 +44,16 @@ def run(
             )
         _run_step(device, out, 60.0 if budget is None else budget, resume)
         return
-    if suite == "recall":
-        if names or regimes or jobs > 1 or budget is not None:
-            raise ResultsError("--suite recall trains models: leave OP, --budget, --regimes and --jobs out")
-        _run_recall(device, out, text, resume)
-        return
-    if suite == "nested":
-        if names or text or regimes or jobs > 1 or budget is not None:
+    if suite in ("recall", "nested"):
+        if names or regimes or jobs > 1 or budget is not None or (text and suite == "nested"):
+            also = ", --filter" if suite == "nested" else ""
             raise ResultsError(
-                "--suite nested trains whole models: leave OP, --filter, --regimes, --jobs and --budget out"
+                f"--suite {suite} trains models: leave OP, --budget, --regimes{also} and --jobs out"
             )
-        _run_nested(device, out, resume)
+        if suite == "recall":
+            _run_recall(device, out, text, resume)
+        else:
+            _run_nested(device, out, resume)
         return
     ops = [find_op(name) for name in names] or list(declared().values())
     if suite == "launch":
