@@ -25,11 +25,11 @@ def compiled(name, target, dtype=torch.bfloat16, *, absent=(), tiling=None, size
     """The kernel called `name`, by default in the default tiling of a large case; `absent` are None."""
     kernel = next(getattr(room, name) for room in (forward, state, backward) if hasattr(room, name))
     D, H, V = sizes
-    tiling = tiling or kernels.tiling_for(8, 2048, D, H, V, dtype.itemsize, 132)
+    hip = target.startswith("gfx")
+    tiling = tiling or kernels.tiling_for(8, 2048, D, H, V, dtype.itemsize, 132, hip)
     tile = tiling.over_all(D, H, V) if name in OVER_ALL else tiling.over_rows(D, H, V)
     if name == "_z_bar":
         tile["COLS"] = min(tile["COLS"], kernels.BENT)
-    hip = target.startswith("gfx")
     options = {option: tile.pop(option) for option in ("num_warps", "num_stages")}
     if name in ELEMENTWISE:
         options = {"num_warps": 4 if name == "_row_sums" else 8}

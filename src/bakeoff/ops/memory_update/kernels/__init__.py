@@ -81,7 +81,9 @@ _SUMS_32 = (
 )  # fmt: skip
 
 
-def tiling_for(G: int, N: int, D: int, H: int, V: int, itemsize: int, multiprocessors: int) -> Tiling:
+def tiling_for(
+    G: int, N: int, D: int, H: int, V: int, itemsize: int, multiprocessors: int, hip: bool = _HIP
+) -> Tiling:
     """The default: large tiles where there are enough of them for every multiprocessor, else small ones."""
     small, large = (_SMALL_16, _LARGE_16) if itemsize == 2 else (_SMALL_32, _LARGE_32)
     least = min(D, H, V)
@@ -91,7 +93,9 @@ def tiling_for(G: int, N: int, D: int, H: int, V: int, itemsize: int, multiproce
     )
     rows = large if over_rows >= multiprocessors else small
     sums = large if over_all >= multiprocessors else small
-    return Tiling(*rows[:5], *sums[5:])
+    tiling = Tiling(*rows[:5], *sums[5:])
+    # AMD's GPUs have 64 KiB of shared memory.
+    return tiling._replace(stages=3, sum_stages=3) if hip else tiling
 
 
 def tilings(case: Any, multiprocessors: int) -> list[Tiling]:
