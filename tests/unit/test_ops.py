@@ -20,6 +20,7 @@ def _memory() -> tuple[torch.Tensor, ...]:
 
 ARGS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "byte_spectral": lambda T: (torch.randint(256, (2, T), dtype=torch.uint8), randn(256, 1), torch.ones(4)),
+    "dilated_attention": lambda T: (randn(2, T, 2, 8), randn(2, T, 2, 8), randn(2, T, 2, 8)),
     "long_conv": lambda T: (randn(2, T, 8), randn(8, 16)),
     "memory_scan": lambda T: (
         randn(2, T, 4),
@@ -39,6 +40,14 @@ ARGS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "swiglu": lambda T: (randn(2, T, 8),),
 }
 """A call's tensors at length T."""
+
+
+def public(name: str) -> Callable[..., Any]:
+    """The public function as a function of tensors alone."""
+    if name == "dilated_attention":
+        return lambda q, k, v: bakeoff.ops.dilated_attention(q, k, v, (8, 16), (1, 2))
+    function: Callable[..., Any] = getattr(bakeoff.ops, name)
+    return function
 
 
 @pytest.fixture(params=NAMES)
@@ -64,7 +73,7 @@ def test_torch_compile_leaves_the_length_open(op: Op, dynamic: bool | None) -> N
         return graph
 
     torch.compiler.reset()
-    plain = getattr(bakeoff.ops, op.name)
+    plain = public(op.name)
     compiled = torch.compile(plain, fullgraph=True, dynamic=dynamic, backend=count)
     for T in range(20, 35):
         args = ARGS[op.name](T)
@@ -75,7 +84,7 @@ def test_torch_compile_leaves_the_length_open(op: Op, dynamic: bool | None) -> N
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", sorted(ARGS.keys() - {"memory_scan"}))  # its trace holds for one T
 def test_torch_jit_trace_gives_the_same_at_any_length(name: str) -> None:
-    plain = getattr(bakeoff.ops, name)
+    plain = public(name)
     traced = torch.jit.trace(plain, ARGS[name](20))
     for T in (20, 7, 100):
         args = ARGS[name](T)

@@ -1,0 +1,241 @@
+"""The declaration of dilated_attention: its candidates, cost, cases and checks."""
+
+import itertools
+import math
+import warnings
+from typing import Any
+
+import torch
+
+from bakeoff.ops.dilated_attention import plain
+from bakeoff.ops.dilated_attention.reference import Pattern, numbers, pattern_of
+from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
+from bakeoff.select import Candidate, Case, Cost, Op, TensorMeta, register
+from bakeoff.select.declare.arguments import INTEGER, Arguments, Choice, Flag, Tensor
+from bakeoff.select.declare.key import round_rows, with_layout
+
+__all__ = ["OP"]
+
+_OP = "dilated_attention"
+_warned: set[Pattern] = set()
+
+
+def relations(case: Case) -> None:
+    """Raises ValueError for branches, phases, heads, documents or scales that make no sense."""
+    H, heads = case.q.shape[2], case.k.shape[2]
+    if H % heads:
+        raise ValueError(
+            f"{_OP}: {H} heads of q and {heads} of k: every kv head serves equally many heads, so repeat or "
+            f"drop heads of k until their number divides {H}"
+        )
+    if case.scale is not None and not 0 < case.scale < math.inf:
+        raise ValueError(f"{_OP}: scale must be above 0 and finite, got {case.scale}; fold a sign into q")
+    if case.cu_seqlens is not None and case.q.shape[0] != 1:
+        raise ValueError(
+            f"{_OP}: packed documents come as one row, q has {case.q.shape[0]}; pass q.flatten(0, 1)[None] "
+            f"and cu_seqlens over the whole"
+        )
+    _check_branches(case)
+    pattern = _check_phases(case, heads)
+    if pattern not in _warned:
+        _warned.add(pattern)
+        _warn_of_unreachable(pattern, heads)
+
+
+def _check_branches(case: Case) -> None:
+    try:
+        segments, rates = numbers(case.segments), numbers(case.rates)
+    except (TypeError, ValueError):
+        given = f"segments {case.said('segments')} and rates {case.said('rates')}"
+        raise TypeError(
+            f"{_OP}: {given}; pass tuples of whole numbers, such as (2048, 8192), (1, 4)"
+        ) from None
+    if not segments or len(segments) != len(rates):
+        raise ValueError(
+            f"{_OP}: {len(segments)} segments and {len(rates)} rates; each branch has one of both, and there "
+            f"is at least one branch"
+        )
+    for name, sizes in (("segments", segments), ("rates", rates)):
+        if min(sizes) < 1:
+            raise ValueError(f"{_OP}: {name} are {sizes}; each must be at least 1")
+    if any(a >= b for a, b in itertools.pairwise(segments)):
+        raise ValueError(f"{_OP}: segments are {segments}; order the branches so that segments increase")
+    if any(a > b for a, b in itertools.pairwise(rates)):
+        raise ValueError(
+            f"{_OP}: rates are {rates}; they must not decrease while segments increase: order both"
+        )
+    for w, r in zip(segments, rates, strict=True):
+        if r > w:
+            raise ValueError(
+                f"{_OP}: rate {r} is above its segment {w}, so some phases select nothing; pass a rate up "
+                f"to {w} or a longer segment"
+            )
+
+
+def _check_phases(case: Case, heads: int) -> Pattern:
+    try:
+        pattern = pattern_of(case.segments, case.rates, case.phase, heads)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{_OP}: phase is {case.said('phase')}, expected 'mod', 'block' or a table of whole numbers, a "
+            f"row for each branch with a phase for each kv head"
+        ) from None
+    shape = [len(row) for row in pattern.phases]
+    if shape != [heads] * len(pattern.rates):
+        raise ValueError(
+            f"{_OP}: the table of phases has rows of {shape}, expected {len(pattern.rates)} rows (one for "
+            f"each branch) of {heads} (one for each kv head)"
+        )
+    for rate, row in zip(pattern.rates, pattern.phases, strict=True):
+        if not all(0 <= phase < rate for phase in row):
+            raise ValueError(f"{_OP}: phases {row} of the branch with rate {rate} must lie in 0..{rate - 1}")
+    return pattern
+
+
+def _warn_of_unreachable(pattern: Pattern, heads: int) -> None:
+    """Tokens that no head of a branch selects are out of that branch's reach in every layer alike."""
+    for w, r, row in zip(*pattern, strict=True):
+        missing = 1 - len(set(row)) / r
+        if missing:
+            warnings.warn(
+                f"{_OP}: {missing:.1%} of all tokens are selected by no head in the branch with segment {w} "
+                f"and rate {r} ({heads} kv heads: phases {sorted(set(row))}). Give layers their own phases: "
+                f"phase=phase_table(rates, {heads}, layer=layer)",
+                stacklevel=2,
+            )
+
+
+check = Arguments(
+    _OP,
+    {
+        "q": Tensor("B T H D+", hint="one sequence is q[None]"),
+        "k": Tensor("B T Hk+ D", dtype_of="q", hint="repeat k over the batch, or pad it to q's length"),
+        "v": Tensor("as k", dtype_of="q"),
+        "causal": Flag(),
+        "combine_grad": Choice(("exact", "detached")),
+        "cu_seqlens": Tensor("N+", INTEGER, optional=True),
+        "return_lse": Flag(),
+    },
+    relations,
+)
+
+
+def bucket(case: Case) -> Case:
+    """B, T and the number of documents rounded up, heads exact, each tensor in its layout's plainest form."""
+    (B, T), args = case.q.shape[:2], {}
+    B, T = (B if case.cu_seqlens is not None else round_rows(B)), round_rows(T)
+    for name in ("q", "k", "v"):
+        meta = getattr(case, name)
+        args[name] = with_layout(meta, (B, T, *meta.shape[2:]), features=2)
+    if case.cu_seqlens is not None:
+        args["cu_seqlens"] = TensorMeta.dense((round_rows(case.cu_seqlens.shape[0]),), case.cu_seqlens.dtype)
+    return case.replace(**args)
+
+
+def pairs(case: Case) -> int:
+    """How many (query, key) pairs of one kv head's queries there are in all branches and sequences."""
+    B, T, H, _ = case.q.shape
+    heads: int = case.k.shape[2]
+    pattern = pattern_of(case.segments, case.rates, case.phase, heads)
+    total = 0
+    for w, r, row in zip(*pattern, strict=True):
+        for phase in row:
+            for length, count in ((min(w, T), T // min(w, T) if T else 0), (T % min(w, T) if T else 0, 1)):
+                rows = max(0, -(-(length - phase) // r))
+                total += count * (rows * (rows + 1) // 2 if case.causal else rows * rows)
+    return int(B * (H // heads) * total)
+
+
+def cost(case: Case) -> Cost:
+    """Each tensor once: forward q, k, v in, y and lse out; backward also dy in, gradients out. FLOPs of the
+    products over the pairs that count: 2 of them forward, 5 backward."""
+    q, k = case.q, case.k
+    flops, lse = 4 * q.shape[-1] * pairs(case), 4 * math.prod(q.shape[:3])
+    documents = case.cu_seqlens.nbytes if case.cu_seqlens is not None else 0
+    total = 2 * q.nbytes + 2 * k.nbytes + lse + documents
+    if case.needs_grad:
+        total += 4 * q.nbytes + 4 * k.nbytes + lse
+        flops += flops * 5 // 2
+    return Cost(total, flops)
+
+
+def cases() -> list[Case]:
+    """Language models from short to long, then every other form once."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    short, long = "2048,4096,8192", "2048,4096,8192,16384,32768"
+    return [
+        _case("1x8192x16x64", 1, 8192, 16, 64, bf16, short, "1,2,4"),
+        _case("1x8192x16x64 causal", 1, 8192, 16, 64, bf16, short, "1,2,4", causal=True),
+        _case("1x131072x16x128", 1, 131072, 16, 128, bf16, long, "1,2,4,8,16"),
+        _case("1x131072x16x128 causal", 1, 131072, 16, 128, bf16, long, "1,2,4,8,16", causal=True),
+        _case("4x2048x8x64 causal", 4, 2048, 8, 64, bf16, "256,1024", "1,4", causal=True),
+        _case("slide encoder d48", 1, 10000, 16, 48, fp16, "1024,5792,32768", "1,2,4"),
+        _case("grouped queries", 2, 4096, 16, 128, bf16, "1024,4096", "1,2", kv=4, causal=True),
+        _case("lse", 2, 4096, 8, 64, bf16, "1024,4096", "1,2", lse=True),
+        _case("detached", 2, 4096, 8, 64, bf16, "1024,4096", "1,2", combine_grad="detached"),
+        _case("blocks of heads", 2, 4096, 8, 96, bf16, "1024,4096", "1,4", phase="block"),
+        _case("documents", 1, 8192, 8, 64, bf16, "1024,4096", "1,2", documents=17, causal=True),
+        _case("fp32", 2, 2048, 8, 64, fp32, "512,2048", "1,2"),
+        _case("odd", 3, 1001, 5, 40, bf16, "100,333", "1,3", causal=True),
+        _case("rows unselected", 2, 1024, 4, 64, bf16, "512,1024", "2,4", causal=True),
+    ]
+
+
+def _case(
+    name: str,
+    B: int,
+    T: int,
+    H: int,
+    D: int,
+    dtype: torch.dtype,
+    segments: str,
+    rates: str,
+    *,
+    kv: int = 0,
+    causal: bool = False,
+    phase: str = "mod",
+    combine_grad: str = "exact",
+    documents: int = 0,
+    lse: bool = False,
+) -> Case:
+    shared = TensorMeta.dense((B, T, kv or H, D), dtype, grad=True)
+    args: dict[str, Any] = {
+        "q": TensorMeta.dense((B, T, H, D), dtype, grad=True),
+        "k": shared,
+        "v": shared,
+        "segments": segments,
+        "rates": rates,
+        "causal": causal,
+        "phase": phase,
+        "combine_grad": combine_grad,
+        "cu_seqlens": TensorMeta.dense((documents,), torch.int32) if documents else None,
+        "scale": None,
+        "return_lse": lse,
+    }
+    return Case(args, "cuda", name)
+
+
+def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> torch.Tensor | None:
+    """Documents of 0 to 1,000 tokens; what lies behind the last belongs to none."""
+    if name != "cu_seqlens":
+        return None
+    lengths = torch.randint(1000, meta.shape, generator=generator, dtype=meta.dtype, device=generator.device)
+    return (lengths.cumsum(0) - lengths[0]).to(meta.dtype)
+
+
+OP = Op(
+    name=_OP,
+    reference=reference,
+    candidates=(Candidate("eager", plain.eager),),
+    check=check,
+    bucket=bucket,
+    cost=cost,
+    cases=cases,
+    heuristic=lambda case, regime: "eager",
+    features={"q": 2, "k": 2, "v": 2},
+    batched=frozenset({"q", "k", "v"}),
+    draw=draw,
+    settings=frozenset({"scale"}),
+)
+
+register(OP)

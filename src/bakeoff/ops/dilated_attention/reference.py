@@ -1,0 +1,157 @@
+"""The definition of dilated_attention: which keys a query sees, and dense attention over them."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["Pattern", "dilated_attention", "numbers", "pattern_of", "seen_in"]
+
+Sizes = str | Sequence[int]
+"""Whole numbers, or their text: "2048,8192"."""
+_DENSE = 1 << 26  # scores that exist at a time
+
+
+class Pattern(NamedTuple):
+    """The branches of a call: segment lengths, rates, and a phase for each branch and kv head."""
+
+    segments: tuple[int, ...]
+    rates: tuple[int, ...]
+    phases: tuple[tuple[int, ...], ...]
+
+
+def numbers(sizes: Sizes) -> tuple[int, ...]:
+    """Whole numbers as a tuple."""
+    return tuple(int(size) for size in (sizes.split(",") if isinstance(sizes, str) else sizes))
+
+
+def pattern_of(segments: Sizes, rates: Sizes, phase: str | Sequence[Sequence[int]], heads: int) -> Pattern:
+    """The branches for `heads` kv heads. A table of phases is given as rows, or as their text "0,1;0,3"."""
+    if not isinstance(phase, str):
+        phase = ";".join(",".join(map(str, row)) for row in phase)
+    return _pattern(numbers(segments), numbers(rates), phase, heads)
+
+
+def _pattern(segments: tuple[int, ...], rates: tuple[int, ...], phase: str, heads: int) -> Pattern:
+    if phase == "mod":
+        rows = [tuple(head % rate for head in range(heads)) for rate in rates]
+    elif phase == "block":
+        rows = [tuple(head // -(-heads // rate) for head in range(heads)) for rate in rates]
+    else:
+        rows = [numbers(row) for row in phase.split(";")]
+    return Pattern(segments, rates, tuple(rows))
+
+
+def dilated_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Sizes,
+    rates: Sizes,
+    causal: bool = False,
+    phase: str | Sequence[Sequence[int]] = "mod",
+    combine_grad: str = "exact",
+    cu_seqlens: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention with bias log m(t, u), m being the number of branches in which query t sees key u.
+
+    Arguments as in `bakeoff.ops.dilated_attention`. Long sequences go some queries at a time, and what is
+    between is computed again in backward.
+    """
+    B, T, H, D = q.shape
+    pattern = pattern_of(segments, rates, phase, k.shape[2])
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    wide = torch.promote_types(q.dtype, torch.float32)
+    qw, kw, vw = (x.to(wide) for x in (q, k, v))
+    origin = _origins(T, cu_seqlens, q.device)
+    if B * H * T * T <= _DENSE:
+        y, lse = _attend(qw, kw, vw, 0, 0, origin, pattern, causal, scale, combine_grad)
+    else:
+        rows, longest = max(1, _DENSE // max(1, B * H * min(T, 2 * max(pattern.segments)))), T
+        if cu_seqlens is None:
+            longest = max(pattern.segments)
+        parts = []
+        for first in range(0, T, rows):
+            last = min(T, first + rows)
+            low, high = first // longest * longest, min(T, -(-last // longest) * longest)
+            parts.append(
+                checkpoint(
+                    _attend, qw[:, first:last], kw[:, low:high], vw[:, low:high], first, low, origin,
+                    pattern, causal, scale, combine_grad, use_reentrant=False,
+                )
+            )  # fmt: skip
+        y, lse = torch.cat([part[0] for part in parts], 1), torch.cat([part[1] for part in parts], 2)
+    return (y.to(q.dtype), lse) if return_lse else y.to(q.dtype)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: int,
+    low: int,
+    origin: torch.Tensor,
+    pattern: Pattern,
+    causal: bool,
+    scale: float,
+    combine_grad: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries from token `first` on against keys from token `low` on: y [B, T, H, D] and lse [B, H, T]."""
+    B, T, H, D = q.shape
+    S, G = k.shape[1], H // k.shape[2]
+    t = torch.arange(T, device=q.device) + first
+    u = torch.arange(S, device=q.device) + low
+    scores = torch.einsum("bthgd,bshd->bhgts", q.reshape(B, T, H // G, G, D), k) * scale
+    held = seen_in(pattern, t, u, origin, causal)  # [branches, kv heads, T, S]
+    if combine_grad == "exact":
+        bias = held.to(scores.dtype).sum(0).log()[None, :, None]
+        total, y = _softmax(scores + bias, v)
+    else:
+        each = [_softmax(scores + mask.to(scores.dtype).log()[None, :, None], v) for mask in held]
+        lses = torch.stack([lse for lse, _ in each])
+        seen = lses.amax(0) > -torch.inf
+        total = lses.masked_fill(~seen, 0.0).logsumexp(0).masked_fill(~seen, -torch.inf)
+        weights = torch.exp(lses - total.masked_fill(~seen, 0.0)).detach()
+        y = sum(weight[..., None] * out for weight, (_, out) in zip(weights, each, strict=True))
+    return y.permute(0, 3, 1, 2, 4).reshape(B, T, H, D), total.reshape(B, H, T)
+
+
+def _softmax(scores: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-sum-exp of [B, h, g, T, S] and the values weighted; rows that see nothing give -inf and 0."""
+    seen = (scores.detach() > -torch.inf).any(-1)
+    finite = scores.masked_fill(~seen[..., None], 0.0)
+    lse = finite.logsumexp(-1).masked_fill(~seen, -torch.inf)
+    shares = finite.softmax(-1).masked_fill(~seen[..., None], 0.0)
+    return lse, torch.einsum("bhgts,bshd->bhgtd", shares, v)
+
+
+def seen_in(
+    pattern: Pattern, t: torch.Tensor, u: torch.Tensor, origin: torch.Tensor, causal: bool
+) -> torch.Tensor:
+    """Whether query t sees key u in each branch, [branches, kv heads, T, S] of bool."""
+    start = origin[t]
+    same = (start[:, None] == origin[u]) & (start >= 0)[:, None]
+    if causal:
+        same = same & (u <= t[:, None])
+    branches = []
+    for w, r, phases in zip(*pattern, strict=True):
+        phase = torch.tensor(phases, device=t.device)[:, None]
+        of_t, of_u = t - start, u - origin[u]
+        selected_t, selected_u = (of_t % w % r == phase), (of_u % w % r == phase)
+        segment = (of_t // w)[:, None] == of_u // w
+        branches.append(selected_t[:, :, None] & selected_u[:, None, :] & (same & segment))
+    return torch.stack(branches)
+
+
+def _origins(T: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The first token of each token's document, or -1 for a token of no document."""
+    if cu_seqlens is None:
+        return torch.zeros(T, dtype=torch.int64, device=device)
+    t = torch.arange(T, device=device)
+    document = torch.searchsorted(cu_seqlens.to(torch.int64), t, right=True) - 1
+    inside = (document >= 0) & (document < cu_seqlens.numel() - 1)
+    return torch.where(inside, cu_seqlens[document.clamp(0, cu_seqlens.numel() - 1)].to(torch.int64), -1)
