@@ -3,14 +3,16 @@
 import itertools
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 
-from bakeoff.ops.dilated_attention import plain
+from bakeoff.ops.dilated_attention import branches, plain
 from bakeoff.ops.dilated_attention.reference import Pattern, numbers, pattern_of
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
-from bakeoff.select import Candidate, Case, Cost, Op, TensorMeta, register
+from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
+from bakeoff.select.declare.abilities import kernel_candidate, needs_native
 from bakeoff.select.declare.arguments import INTEGER, Arguments, Choice, Flag, Tensor
 from bakeoff.select.declare.key import round_rows, with_layout
 
@@ -223,15 +225,46 @@ def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> torch.Tenso
     return (lengths.cumsum(0) - lengths[0]).to(meta.dtype)
 
 
+def fused_supports(case: Case) -> str | None:
+    """Why the Triton kernels can't take `case`, or None."""
+    reason = needs_native(case, besides=("cu_seqlens",))
+    if reason is None and case.q.shape[-1] > 256:
+        return f"takes heads up to 256 wide, not {case.q.shape[-1]}"
+    return reason
+
+
+def heuristic(case: Case, regime: str) -> str:
+    """The kernels wherever they can run."""
+    del regime
+    return "eager" if fused_supports(case) else "fused"
+
+
+def _fused() -> Implementation:
+    from bakeoff.ops.dilated_attention.triton import fused
+
+    return fused
+
+
 OP = Op(
     name=_OP,
     reference=reference,
-    candidates=(Candidate("eager", plain.eager),),
+    candidates=(
+        Candidate("eager", plain.eager),
+        Candidate("flash", branches.flash, supports=partial(branches.supports, name="flash")),
+        Candidate("cudnn", branches.cudnn, supports=partial(branches.supports, name="cudnn")),
+        Candidate(
+            "efficient",
+            branches.efficient,
+            supports=partial(branches.supports, name="efficient"),
+            has_backward=False,
+        ),
+        kernel_candidate("fused", _fused, fused_supports),
+    ),
     check=check,
     bucket=bucket,
     cost=cost,
     cases=cases,
-    heuristic=lambda case, regime: "eager",
+    heuristic=heuristic,
     features={"q": 2, "k": 2, "v": 2},
     batched=frozenset({"q", "k", "v"}),
     draw=draw,

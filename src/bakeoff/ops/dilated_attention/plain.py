@@ -6,6 +6,7 @@ its own, a branch's ordinary backward gives its share of the exact gradient.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from bakeoff.ops.dilated_attention.reference import dilated_attention as referen
 
 __all__ = ["BACKENDS", "branches", "eager", "pieces"]
 
-_DENSE = 1 << 20  # scores up to which one formula over all pairs is the plainest code and fast enough
+_DENSE = 1 << 20  # scores up to which torch.compile gets one formula over all pairs
 _CHUNK = 1 << 26  # scores of the plain back end that exist at a time
 aten = torch.ops.aten
 
@@ -50,9 +51,16 @@ def pieces(pattern: Pattern, T: int, device: torch.device, cu: Tensor | None = N
 
 
 def _piece(first: Tensor, phases: Sequence[int], heads: Sequence[int], r: int, rows: int) -> Piece:
-    own = torch.tensor([phases, heads], device=first.device)
+    own = _constant((tuple(phases), tuple(heads)), first.device)
     tokens = first[:, None, None] + own[0, :, None] + r * torch.arange(rows, device=first.device)
     return Piece(tokens, own[1], None)
+
+
+@lru_cache(maxsize=256)
+def _constant(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """Made once: a copy from the host waits for the device, and no CUDA graph can hold it."""
+    with torch.inference_mode(False):
+        return torch.tensor(rows, device=device)
 
 
 def _of_documents(w: int, r: int, phases: Sequence[int], T: int, cu: Tensor) -> Piece:
@@ -197,13 +205,12 @@ BACKENDS = {
 
 
 def preferred(q: Tensor, cu_seqlens: Tensor | None, lse_gradient: bool) -> str:
-    """The back end that `eager` takes: PyTorch's own choice for long rows, matrix products otherwise."""
+    """The back end that `eager` takes: FlashAttention where it can, matrix products elsewhere."""
     if cu_seqlens is not None or lse_gradient or not q.is_cuda or q.dtype == torch.float64:
         return "math"
     D, half = q.shape[-1], q.dtype in (torch.float16, torch.bfloat16)
-    if half and D % 8 == 0 and D <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0):
-        return "flash"
-    return "efficient" if D % (8 if half else 4) == 0 else "math"
+    ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return "flash" if half and D % 8 == 0 and D <= 256 and ampere else "math"
 
 
 # All branches -------------------------------------------------------------------------------------------
@@ -350,12 +357,12 @@ def eager(
     q: Tensor, k: Tensor, v: Tensor, segments: str, rates: str, causal: bool, phase: str,
     combine_grad: str, cu_seqlens: Tensor | None, scale: float | None, return_lse: bool,
 ) -> Any:  # fmt: skip
-    """The definition where all pairs fit, and where transforms look on; otherwise branch by branch."""
+    """Branch by branch; the definition where transforms look on, and for few pairs inside torch.compile."""
     args = (q, k, v, segments, rates, causal, phase, combine_grad, cu_seqlens, scale, return_lse)
-    if torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active():
+    watched = torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active()
+    if watched or (is_compiling() and q.shape[0] * q.shape[2] * q.shape[1] ** 2 <= _DENSE):
         return reference(*args)
-    B, T, H, _ = q.shape
-    return reference(*args) if B * H * T * T <= _DENSE else branches("", *args)
+    return branches("", *args)
 
 
 # Inside torch.compile -----------------------------------------------------------------------------------

@@ -71,13 +71,13 @@ def dilated_attention(
     if B * H * T * T <= _DENSE:
         y, lse = _attend(qw, kw, vw, 0, 0, origin, pattern, causal, scale, combine_grad)
     else:
-        rows, longest = max(1, _DENSE // max(1, B * H * min(T, 2 * max(pattern.segments)))), T
-        if cu_seqlens is None:
-            longest = max(pattern.segments)
-        parts = []
+        # Keys of any segment that these queries lie in; the borders of documents aren't known here.
+        reach = pattern.segments if cu_seqlens is None else (T,)
+        rows, parts = max(1, _DENSE // max(1, B * H * min(T, 2 * max(reach)))), []
         for first in range(0, T, rows):
             last = min(T, first + rows)
-            low, high = first // longest * longest, min(T, -(-last // longest) * longest)
+            low = min(first // w * w for w in reach)
+            high = min(T, max(-(-last // w) * w for w in reach))
             parts.append(
                 checkpoint(
                     _attend, qw[:, first:last], kw[:, low:high], vw[:, low:high], first, low, origin,

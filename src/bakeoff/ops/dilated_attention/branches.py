@@ -1,0 +1,178 @@
+"""dilated_attention by one of PyTorch's attention kernels a branch, with compiled code around them.
+
+Where rates divide segments and segments divide T, every branch is one call. torch.compile then makes one
+kernel of collecting a branch's rows and one of mixing what comes back; a branch of rate 1 is read where it
+lies. Elsewhere branches go in the pieces of `plain`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from bakeoff.ops.dilated_attention import plain
+from bakeoff.ops.dilated_attention.plain import BACKENDS
+from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
+from bakeoff.select.declare.case import Case
+from bakeoff.select.declare.compiled import compiled, compiler_missing
+
+__all__ = ["cudnn", "efficient", "flash", "supports"]
+
+
+def even(pattern: Pattern, T: int) -> bool:
+    """Whether all segments are alike and every head selects equally many rows of each."""
+    pairs = zip(pattern.segments, pattern.rates, strict=True)
+    return all(T % min(w, T) == 0 and min(w, T) % r == 0 for w, r in pairs)
+
+
+def _collect(pattern: Pattern, x: Tensor) -> tuple[Tensor, ...]:
+    """The rows of x [B, T, H, D] or [B, T, H] that each branch selects, [B S, H, L, ...]."""
+    T, H = x.shape[1:3]
+    h = torch.arange(H, device=x.device)[:, None]
+    found = []
+    for longest, r, phases in zip(*pattern, strict=True):
+        w = min(longest, T)
+        segment = torch.arange(T // w, device=x.device)[:, None, None] * w
+        row = torch.arange(w // r, device=x.device) * r
+        phase = torch.tensor(phases, device=x.device).repeat_interleave(H // len(phases))[:, None]
+        found.append(x[:, segment + phase + row, h].flatten(0, 1))
+    return tuple(found)
+
+
+def _spread(pattern: Pattern, B: int, T: int, *parts: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """What each branch has for every token and head, and whether it selects it: [B, T, H, ...]."""
+    H, device = parts[0].shape[1], parts[0].device
+    t, h = torch.arange(T, device=device)[:, None], torch.arange(H, device=device)
+    spread, selected = [], []
+    for longest, r, phases, part in zip(*pattern, parts, strict=True):
+        w = min(longest, T)
+        phase = torch.tensor(phases, device=device).repeat_interleave(H // len(phases))
+        spread.append(part.unflatten(0, (B, T // w))[:, t // w, h, t % w // r])
+        selected.append(t % w % r == phase)
+    return spread, selected
+
+
+def _mix(pattern: Pattern, B: int, T: int, *parts: Tensor) -> tuple[Tensor, Tensor]:
+    """y [B, T, H, D] and lse [B, H, T] from the branches' outputs and, behind them, their lse."""
+    count = len(pattern.rates)
+    outs, selected = _spread(pattern, B, T, *parts[:count])
+    lses, _ = _spread(pattern, B, T, *parts[count:])
+    lses = [lse.masked_fill(~sel, -torch.inf) for lse, sel in zip(lses, selected, strict=True)]
+    top = torch.stack(lses).amax(0)
+    shift = torch.where(top > -torch.inf, top, 0.0)
+    weights = [torch.exp(lse - shift) for lse in lses]
+    total = torch.stack(weights).sum(0)
+    mixed = torch.zeros_like(outs[0], dtype=torch.float32)
+    for weight, out in zip(weights, outs, strict=True):
+        mixed = mixed + torch.where(weight > 0, weight, 0.0)[..., None] * out
+    y = mixed / torch.where(total > 0, total, 1.0)[..., None]
+    return y.to(parts[0].dtype), (shift + torch.log(total)).mT.contiguous()
+
+
+def _add(pattern: Pattern, B: int, T: int, *parts: Tensor) -> Tensor:
+    """The sum over branches, [B, T, H, D]."""
+    spread, selected = _spread(pattern, B, T, *parts)
+    found = torch.zeros_like(spread[0], dtype=torch.float32)
+    for part, sel in zip(spread, selected, strict=True):
+        found = found + torch.where(sel[..., None], part, 0.0)
+    return found.to(parts[0].dtype)
+
+
+_collected, _mixed, _added = compiled(_collect), compiled(_mix), compiled(_add)
+
+
+def _rows(pattern: Pattern, x: Tensor) -> list[Tensor]:
+    """As `_collect`, of which a branch of rate 1 is a view."""
+    strided = [branch for branch, rate in enumerate(pattern.rates) if rate > 1]
+    alone = Pattern(*[tuple(part[i] for i in strided) for part in pattern])  # type: ignore[arg-type]
+    others = iter(_collected(alone, x) if strided else ())
+    T = x.shape[1]
+    return [
+        next(others) if r > 1 else x.reshape(-1, min(w, T), *x.shape[2:]).transpose(1, 2)
+        for w, r in zip(pattern.segments, pattern.rates, strict=True)
+    ]
+
+
+class _Even(torch.autograd.Function):
+    """Branches that are one call each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, pattern: Pattern, causal: bool, detached: bool, scale: float,
+        q: Tensor, k: Tensor, v: Tensor,
+    ) -> Any:  # fmt: skip
+        run = BACKENDS[name].forward
+        made = [run(*rows, causal, scale) for rows in _all_rows(pattern, q, k, v)]
+        y, lse = _mixed(pattern, q.shape[0], q.shape[1], *[out for out, _ in made], *[lse for _, lse in made])
+        ctx.fixed = (name, pattern, causal, scale)
+        ctx.count = len(made) if detached else 0
+        ctx.save_for_backward(q, k, v, y, lse, *[out for out, _ in made if detached])
+        ctx.mark_non_differentiable(lse)
+        return y, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor, dlse: Any) -> Any:
+        del dlse
+        (name, pattern, causal, scale), (q, k, v, y, lse, *outs) = ctx.fixed, ctx.saved_tensors
+        run, (B, T, H, _) = BACKENDS[name].backward, q.shape
+        outs = outs or _rows(pattern, y)
+        levels = [x.contiguous() for x in _rows(pattern, lse.mT)]
+        found = [
+            run(grad, *rows, out, level, causal, scale)
+            for grad, rows, out, level in zip(
+                _rows(pattern, dy), _all_rows(pattern, q, k, v), outs, levels, strict=True
+            )
+        ]
+        dq, dk, dv = (_added(pattern, B, T, *parts) for parts in zip(*found, strict=True))
+        G = H // k.shape[2]
+        dk, dv = (x if G == 1 else x.unflatten(2, (-1, G)).sum(3) for x in (dk, dv))
+        return *[None] * 5, dq, dk, dv
+
+
+def _all_rows(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    G = q.shape[2] // k.shape[2]
+    k, v = (x if G == 1 else x.repeat_interleave(G, 2) for x in (k, v))
+    return list(zip(*(_rows(pattern, x) for x in (q, k, v)), strict=True))
+
+
+def _candidate(name: str) -> Callable[..., Any]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, segments: str, rates: str, causal: bool, phase: str,
+        combine_grad: str, cu_seqlens: Tensor | None, scale: float | None, return_lse: bool,
+    ) -> Any:  # fmt: skip
+        pattern = pattern_of(segments, rates, phase, k.shape[2])
+        if is_compiling() or not even(pattern, q.shape[1]):
+            return plain.branches(
+                name, q, k, v, segments, rates, causal, phase, combine_grad, cu_seqlens, scale, return_lse
+            )
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        y, lse = _Even.apply(name, pattern, causal, combine_grad == "detached", scale, q, k, v)  # type: ignore[no-untyped-call]
+        return (y, lse) if return_lse else y
+
+    call.__doc__ = f"dilated_attention with {name} attention in each branch"
+    return call
+
+
+flash, cudnn, efficient = _candidate("flash"), _candidate("cudnn"), _candidate("efficient")
+
+
+def supports(case: Case, name: str) -> str | None:
+    """Why the branches can't be computed by the back end `name`, or None."""
+    if not case.device.startswith("cuda"):
+        return f"runs on CUDA, not on {case.device}"
+    if case.cu_seqlens is not None:
+        return "takes no packed documents"
+    if case.return_lse and case.needs_grad:
+        return "has no gradient of the lse"
+    D, dtype = case.q.shape[-1], case.q.dtype
+    half = dtype in (torch.float16, torch.bfloat16)
+    if not half and (name != "efficient" or dtype != torch.float32):
+        return f"takes float16 and bfloat16, not {dtype}"
+    limit = {"flash": 256, "cudnn": 128, "efficient": 1 << 16}[name]
+    step = 8 if half else 4
+    if limit < D or D % step:
+        return f"takes heads up to {limit} wide, in steps of {step}, not {D}"
+    return compiler_missing(case)

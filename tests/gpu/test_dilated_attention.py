@@ -1,0 +1,80 @@
+"""dilated_attention on a CUDA device: the op's grid, every back end, odd head widths, graph capture."""
+
+import pytest
+import torch
+
+from bakeoff.ops.dilated_attention import OP, dilated_attention
+from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
+from bakeoff.select.contests.verify import verify, yardsticks
+
+IMPLS = ["eager", "flash", "cudnn", "efficient", "fused"]
+
+
+@pytest.mark.parametrize("impl", IMPLS[1:])
+@pytest.mark.parametrize("case", [c for c in OP.cases() if c.q.shape[1] <= 10000], ids=lambda case: case.name)
+def test_passes_the_contest_verification(case, impl):
+    candidate = OP.candidate(impl)
+    if candidate.reasons(case):
+        pytest.skip(candidate.reasons(case)[0])
+    _, deterministic = verify(OP, candidate, yardsticks(OP, case))
+    assert deterministic or not candidate.deterministic
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("D", [16, 40, 48, 64, 96, 128, 200, 256])
+def test_head_widths(D, causal):
+    inputs = [torch.randn(1, 900, h, D, device="cuda").bfloat16().requires_grad_() for h in (4, 2, 2)]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    args = ((128, 512), (1, 3), causal)
+    y = dilated_attention(*inputs, *args[:2], causal=causal, impl="fused")
+    want, dy = reference(*wide, *args), torch.randn_like(y)
+    found = [y, *torch.autograd.grad(y, inputs, dy)]
+    for mine, right in zip(found, [want, *torch.autograd.grad(want, wide, dy.double())], strict=True):
+        assert (mine.double() - right).norm() < 2**-7 * right.norm()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_graph_capture(impl):
+    inputs = [torch.randn(1, 1024, 4, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+
+    def step():
+        y = dilated_attention(*inputs, (256, 1024), (1, 4), causal=True, impl=impl)
+        return (y, *torch.autograd.grad(y, inputs, torch.ones_like(y)))
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    for a, b in zip(captured, step(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_documents_ask_the_host_for_nothing():
+    inputs = [torch.randn(1, 3000, 4, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+    cu = torch.tensor([0, 700, 700, 2500, 2900], device="cuda", dtype=torch.int32)
+    for _ in range(3):
+        y = dilated_attention(*inputs, (256, 1024), (1, 4), causal=True, cu_seqlens=cu, impl="fused")
+        torch.autograd.grad(y, inputs, torch.ones_like(y))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+    parts = [dilated_attention(*[x[:, a:b] for x in inputs], (256, 1024), (1, 4), causal=True, impl="fused")
+             for a, b in ((0, 700), (700, 2500), (2500, 2900))]  # fmt: skip
+    torch.testing.assert_close(y[:, :2900], torch.cat(parts, 1), rtol=2**-7, atol=2**-7)
+    assert (y[:, 2900:] == 0).all()
+
+
+def test_inside_torch_compile():
+    inputs = [torch.randn(2, 512, 4, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+
+    def model(q, k, v):
+        return dilated_attention(q, k, v, (128, 512), (1, 4), causal=True, impl="fused") * 2
+
+    want = model(*inputs)
+    got = torch.compile(model, fullgraph=True)(*inputs)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(*(torch.autograd.grad(y.sum(), inputs) for y in (got, want)), strict=True):
+        torch.testing.assert_close(a, b)
