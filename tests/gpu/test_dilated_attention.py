@@ -10,8 +10,18 @@ from bakeoff.select.contests.verify import verify, yardsticks
 IMPLS = ["eager", "flash", "cudnn", "efficient", "fused"]
 
 
-@pytest.mark.parametrize("impl", IMPLS[1:])
-@pytest.mark.parametrize("case", [c for c in OP.cases() if c.q.shape[1] <= 10000], ids=lambda case: case.name)
+SMALL = [case for case in OP.cases() if case.q.shape[1] <= 2048]
+GRID = [(case, impl) for case in OP.cases() if case.q.shape[1] <= 10000 for impl in IMPLS[1:]]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_kernels_pass_the_contest_verification(case):
+    _, deterministic = verify(OP, OP.candidate("fused"), yardsticks(OP, case))
+    assert deterministic
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("case", "impl"), GRID, ids=lambda x: getattr(x, "name", x))
 def test_passes_the_contest_verification(case, impl):
     candidate = OP.candidate(impl)
     if candidate.reasons(case):
@@ -20,8 +30,7 @@ def test_passes_the_contest_verification(case, impl):
     assert deterministic or not candidate.deterministic
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("D", [16, 40, 48, 64, 96, 128, 200, 256])
+@pytest.mark.parametrize(("D", "causal"), [(16, False), (48, True), (96, False), (128, True), (256, True)])
 def test_head_widths(D, causal):
     inputs = [torch.randn(1, 900, h, D, device="cuda").bfloat16().requires_grad_() for h in (4, 2, 2)]
     wide = [x.detach().double().requires_grad_() for x in inputs]
@@ -33,7 +42,7 @@ def test_head_widths(D, causal):
         assert (mine.double() - right).norm() < 2**-7 * right.norm()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", ["eager", "cudnn", "fused"])
 def test_graph_capture(impl):
     inputs = [torch.randn(1, 1024, 4, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
 

@@ -18,7 +18,7 @@ from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.compiled import compiled, compiler_missing
 
-__all__ = ["cudnn", "efficient", "flash", "supports"]
+__all__ = ["cudnn", "efficient", "even", "flash", "supports"]
 
 
 def even(pattern: Pattern, T: int) -> bool:

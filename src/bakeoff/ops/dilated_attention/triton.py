@@ -147,15 +147,15 @@ def _laid_out(plan: Plan, **tensors: Tensor) -> tuple[dict[str, Tensor], dict[st
 
 
 def _fixed(q: Tensor, k: Tensor, group: _Group, causal: bool, scale: float) -> dict[str, Any]:
-    D = q.shape[3]
+    D, exact = q.shape[3], q.dtype == torch.float32
     return {
-        "scale": scale * forward_kernels.LOG2E.value,
+        "scale": scale if exact else scale * forward_kernels.LOG2E.value,
         "G": q.shape[2] // k.shape[2],
         "BRANCHES": len(group.pattern.rates),
         "CAUSAL": causal,
         "D": D,
         "WIDTH": kernels.width_of(D),
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": "ieee" if exact else "tf32",
         "MERGE": group.first > 0,
     }
 

@@ -7,7 +7,16 @@ number a query. With mixing weights that count as constants it is sum(dy y_i) - 
 import triton
 import triton.language as tl
 
-from bakeoff.ops.dilated_attention.kernels.forward import LOG2E, _branch, _keys, _place, _rows, _selected
+from bakeoff.ops.dilated_attention.kernels.forward import (
+    _branch,
+    _keys,
+    _level,
+    _natural,
+    _place,
+    _power,
+    _rows,
+    _selected,
+)  # fmt: skip
 
 __all__: list[str] = []
 
@@ -66,8 +75,7 @@ def _branch_delta(
     k += (b * k_b + h // G * k_h) * ALIGN
     v += (b * v_b + h // G * v_h) * ALIGN
     place = (b * H + h) * T + rows
-    level = tl.load(lse + place, mask=there, other=0.0) * LOG2E
-    level = tl.where(level == -float("inf"), 0.0, level)
+    level = _level(tl.load(lse + place, mask=there, other=0.0), PRECISION)
     shift = tl.zeros([BLOCK_M], tl.float32)
     if dlse is not None:
         shift = tl.load(dlse + place, mask=there, other=0.0)
@@ -87,7 +95,7 @@ def _branch_delta(
             seen = active[:, None] & (at < count)[None, :]
             if CAUSAL:
                 seen = seen & (token[None, :] <= rows[:, None])
-            p = tl.where(seen, tl.exp2(scores * scale - level[:, None]), 0.0)
+            p = tl.where(seen, _power(scores * scale - level[:, None], PRECISION), 0.0)
             value = _rows(v, base + rate * j, rate, at < count, v_t, True, D, WIDTH, ALIGN, BLOCK_N)
             weight += tl.sum(p, 1)
             found += tl.sum(p * tl.dot(grad, tl.trans(value), input_precision=PRECISION), 1)
@@ -122,8 +130,7 @@ def _queries(
     k += (b * k_b + h // G * k_h) * ALIGN
     v += (b * v_b + h // G * v_h) * ALIGN
     place = (b * H + h) * T + rows
-    level = tl.load(lse + place, mask=there, other=0.0) * LOG2E
-    level = tl.where(level == -float("inf"), 0.0, level)
+    level = _level(tl.load(lse + place, mask=there, other=0.0), PRECISION)
     slope = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     last = tl.minimum(first + CLASSES * (BLOCK_M - 1), end - 1)
     for i in range(BRANCHES):
@@ -145,7 +152,7 @@ def _queries(
     d = tl.arange(0, WIDTH)
     at = (b * T + rows.to(tl.int64))[:, None] * (H * D) + h * D + d[None, :]
     mask = there[:, None] & (d < D)[None, :]
-    slope = slope * (scale / LOG2E)
+    slope = slope * _natural(scale, PRECISION)
     if MERGE:
         slope += tl.load(dq + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(dq + at, slope.to(dq.dtype.element_ty), mask=mask)
@@ -161,7 +168,7 @@ def _query_slope(
     token = base + rate * place
     key = _rows(k, base + rate * j, rate, place < count, k_t, MASKED, D, WIDTH, ALIGN, BLOCK_N)
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-    p = tl.exp2(scores * scale - level[:, None])
+    p = _power(scores * scale - level[:, None], PRECISION)
     if MASKED:
         seen = active[:, None] & (place < count)[None, :]
         if CAUSAL:
@@ -242,7 +249,7 @@ def _keys_and_values(
     at = (b * T + rows.to(tl.int64))[:, None] * (H // G * D) + kv * D + d[None, :]
     mask = there[:, None] & (d < D)[None, :]
     if dk is not None:
-        dkey = dkey * (scale / LOG2E)
+        dkey = dkey * _natural(scale, PRECISION)
         if MERGE:
             dkey += tl.load(dk + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dk + at, dkey.to(dk.dtype.element_ty), mask=mask)
@@ -263,9 +270,9 @@ def _key_slope(
     token = base + rate * place
     there = place < count
     query = _rows(q, base + rate * j, rate, there, q_t, MASKED, D, WIDTH, ALIGN, BLOCK_N)
-    level = tl.load(lse + token, mask=there, other=0.0) * LOG2E
+    level = _level(tl.load(lse + token, mask=there, other=0.0), PRECISION)
     scores = tl.dot(key, tl.trans(query), input_precision=PRECISION)
-    p = tl.exp2(scores * scale - level[None, :])
+    p = _power(scores * scale - level[None, :], PRECISION)
     if MASKED:
         seen = active[:, None] & there[None, :]
         if CAUSAL:

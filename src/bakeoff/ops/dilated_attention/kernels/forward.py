@@ -68,7 +68,8 @@ def _forward(
                 True, CAUSAL, D, WIDTH, ALIGN, BLOCK_N, PRECISION,
             )  # fmt: skip
     out = sums / tl.where(total > 0.0, total, 1.0)[:, None]
-    found = tl.where(total > 0.0, (top + tl.log2(tl.where(total > 0.0, total, 1.0))) / LOG2E, -float("inf"))
+    found = _natural(top, PRECISION) + tl.log(tl.where(total > 0.0, total, 1.0))
+    found = tl.where(total > 0.0, found, -float("inf"))
     y_at = y + ((b * T + rows.to(tl.int64))[:, None] * (H * D) + h * D + d[None, :])
     lse_at = lse + (b * H + h) * T + rows
     there = rows < end
@@ -86,6 +87,29 @@ def _forward(
         found = high + tl.log2(old + new) / LOG2E
     tl.store(y_at, out.to(y.dtype.element_ty), mask=mask)
     tl.store(lse_at, found, mask=there)
+
+
+@triton.jit
+def _power(x, PRECISION: tl.constexpr):
+    # float32 keeps natural logarithms, whose small differences it rounds once; others come in powers of two.
+    if PRECISION == "ieee":
+        x = x * LOG2E
+    return tl.exp2(x)
+
+
+@triton.jit
+def _natural(x, PRECISION: tl.constexpr):
+    if PRECISION != "ieee":
+        x = x / LOG2E
+    return x
+
+
+@triton.jit
+def _level(lse, PRECISION: tl.constexpr):
+    # A log-sum-exp as `_power` takes it; 0 for a row that sees nothing.
+    if PRECISION != "ieee":
+        lse = lse * LOG2E
+    return tl.where(lse == -float("inf"), 0.0, lse)
 
 
 @triton.jit
@@ -152,7 +176,7 @@ def _attend(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # One block of keys; `top` and `scale` are in powers of two.
+    # One block of keys; `top` and `scale` are as `_power` takes them.
     place = j + tl.arange(0, BLOCK_N)
     token = base + rate * place
     key = _rows(k, base + rate * j, rate, place < count, k_t, MASKED, D, WIDTH, ALIGN, BLOCK_N)
@@ -167,8 +191,8 @@ def _attend(
     else:
         new = tl.maximum(top, tl.max(scores, 1) * scale)
         shift = new
-    weights = tl.exp2(scores * scale - shift[:, None])
-    fade = tl.exp2(top - shift)
+    weights = _power(scores * scale - shift[:, None], PRECISION)
+    fade = _power(top - shift, PRECISION)
     total = total * fade + tl.sum(weights, 1)
     value = _rows(v, base + rate * j, rate, place < count, v_t, MASKED, D, WIDTH, ALIGN, BLOCK_N)
     sums = tl.dot(weights.to(value.dtype), value, sums * fade[:, None], input_precision=PRECISION)
