@@ -83,6 +83,11 @@ def test_the_comparison_runs_and_its_page_shows_it(tmp_path: Path, monkeypatch: 
     assert [row["order"] for row in rows] == list(ORDERS)
     assert all(len(row["right"]) == 2 and min(row["right"]) >= 0 and row["step_ms"] > 0 for row in rows)
     assert rows[0]["order_ms"] == 0 < rows[3]["order_ms"]
+    again = CliRunner().invoke(orders.main, [*words, "--resume"])
+    assert (again.exit_code, again.output) == (0, ""), "nothing is trained twice"
+    other = CliRunner().invoke(orders.main, [*words[:-1], "16", "--resume"])
+    assert other.exit_code == 1
+    assert "give another --out" in other.output
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "page.md"
     page.write_text("before\n<!-- orders: results/found.json -->\nold\n<!-- end -->\nafter\n")

@@ -33,16 +33,16 @@ from bakeoff.token_order import TokenOrder, token_order
 __all__ = ["ORDERS", "Settings", "images", "trained"]
 
 ORDERS = ("row", "tile", "morton", "hilbert", "random")
-_POINTS = {"nearest": 1 / 32, "row": 1 / 8}  # of all cells
+_POINTS = {"nearest": 1 / 64, "row": 1 / 16}  # of all cells
 _IGNORED = -100
 _TEST = 1 << 40  # seeds of held-out images, above those of any step
-_TIMED = 10
+_TIMED = 20
 
 
 class Settings(msgspec.Struct, frozen=True):
     """The images, the model and its training; equal for all orders."""
 
-    side: int = 32
+    side: int = 64
     colours: int = 8
     width: int = 128
     heads: int = 4
@@ -50,7 +50,7 @@ class Settings(msgspec.Struct, frozen=True):
     batch: int = 8
     """Images a seed and step."""
     seeds: int = 4
-    steps: int = 900
+    steps: int = 400
     lr: float = 3e-3
     test_batches: int = 4
 
@@ -95,7 +95,6 @@ class Models(nn.Module):
                     "up": _weights(S, d, 4 * d, device),
                     "down": _weights(S, 4 * d, d, device),
                     "norm": nn.Parameter(torch.ones(2, S, 1, d, device=device)),
-                    "near": nn.Parameter(torch.ones(S, 1, 1, 2, d, device=device)),
                 }
             )
             for _ in range(settings.layers)
@@ -123,11 +122,9 @@ class Models(nn.Module):
 
     def _attention(self, x: Tensor, layer: nn.ParameterDict, B: int, N: int) -> Tensor:
         S, H = self.settings.seeds, self.settings.heads
-        qkv = (x @ layer["qkv"]).view(S, B, N, 3, -1)
-        # Equal constants in q and k, turned by their places, score nearness: attention starts out local.
-        qk = (qkv[..., :2, :] + layer["near"].to(qkv.dtype)).view(S * B, N, 2, H, -1)
-        q, k = _turned(qk, self.turns).unbind(2)
-        v = qkv.view(S * B, N, 3, H, -1)[:, :, 2]
+        qkv = (x @ layer["qkv"]).view(S * B, N, 3, H, -1)
+        q, k = _turned(qkv[:, :, :2], self.turns).unbind(2)
+        v = qkv[:, :, 2]
         q, k, v = (x.reshape(-1, self.segment, H, x.shape[-1]).transpose(1, 2) for x in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(S, B * N, -1)
         found: Tensor = y @ layer["out"]
@@ -193,7 +190,7 @@ def trained(
         run(*images(task, settings, number, device))
     right = _right(models, task, settings, device)
     held = images(task, settings, _TEST, device)
-    step_s = statistics.median([seconds_per_call([lambda: run(*held)], _TIMED, device) for _ in range(3)])
+    step_s = statistics.median([seconds_per_call([lambda: run(*held)], _TIMED, device) for _ in range(5)])
     return {
         "task": task,
         "segment": segment,
@@ -247,13 +244,13 @@ def _ordering(order: TokenOrder | None, settings: Settings, device: torch.device
         torch.autograd.grad(y, x, x)
 
     both()
-    return statistics.median([seconds_per_call([both], _TIMED, device) for _ in range(3)])
+    return statistics.median([seconds_per_call([both], _TIMED, device) for _ in range(5)])
 
 
 def plan(settings: Settings) -> Iterator[tuple[str, int]]:
-    """The tasks and segments: local ones, of the label's reach, and the whole image."""
+    """The tasks and segments."""
     tokens = settings.side**2
-    for segment in (tokens // 16, tokens // 64, tokens // 4, tokens):
+    for segment in (tokens // 64, tokens // 16, tokens // 4):
         yield "nearest", segment
     yield "row", tokens // 16
 
@@ -264,13 +261,21 @@ def plan(settings: Settings) -> Iterator[tuple[str, int]]:
 @click.option("--steps", type=click.IntRange(1), default=Settings().steps, show_default=True)
 @click.option("--seeds", type=click.IntRange(1), default=Settings().seeds, show_default=True)
 @click.option("--side", type=click.IntRange(8), default=Settings().side, show_default=True)
-def main(out: Path, device: str, steps: int, seeds: int, side: int) -> None:
+@click.option("--resume", is_flag=True, help="Leave out what OUT holds.")
+def main(out: Path, device: str, steps: int, seeds: int, side: int, resume: bool) -> None:
     """Train every order on every task, and write OUT."""
     place = named_device(device)
     settings = Settings(side=side, steps=steps, seeds=seeds)
-    file = results.File(results.environment(str(place)), [], summary=msgspec.to_builtins(settings))
+    env, used = results.environment(str(place)), msgspec.to_builtins(settings)
+    file = results.open_file(out, env) if resume else results.File(env, [])
+    if file.rows and file.summary != used:
+        raise click.ClickException(f"{out} was made with {file.summary}; give another --out")
+    file.summary = used
+    held = {(row["task"], row["segment"], row["order"]) for row in file.rows}
     for task, segment in plan(settings):
         for name in ORDERS:
+            if (task, segment, name) in held:
+                continue
             row = trained(task, segment, name, settings, place, tile=max(1, math.isqrt(segment)))
             file.rows.append(row)
             shown = " ".join(f"{share:.3f}" for share in row["right"])
