@@ -1,6 +1,6 @@
 """What the order of an image's tokens is worth: small transformers trained alike but for the order.
 
-`python -m bakeoff.apps.bench.orders --out results/h200/token-orders.json`
+`python -m bakeoff.apps.bench.orders --out results/h200/token-orders.csv`
 
 The images are made here: empty cells and some coloured points. In the task "nearest" a cell's label is the
 colour of the nearest point, in "row" that of the nearest point in its row. Cells as near to two colours
@@ -10,13 +10,12 @@ independent models. Tokens are put in order once behind the embedding and back o
 as part of a step.
 """
 
+import csv
 import functools
 import math
 import statistics
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -24,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bakeoff import hardware
 from bakeoff.apps.bench import results
 from bakeoff.device import named_device
 from bakeoff.graphs import capture_step
 from bakeoff.timing import seconds_per_call
 from bakeoff.token_order import TokenOrder, token_order
 
-__all__ = ["ORDERS", "Settings", "images", "trained"]
+__all__ = ["ORDERS", "Settings", "images", "read", "trained", "write"]
 
 ORDERS = ("row", "tile", "morton", "hilbert", "random")
 _POINTS = {"nearest": 1 / 64, "row": 1 / 16}  # of all cells
@@ -167,8 +167,8 @@ def _turned(x: Tensor, turns: Tensor) -> Tensor:
 
 def trained(
     task: str, segment: int, name: str, settings: Settings, device: torch.device, *, tile: int
-) -> dict[str, Any]:
-    """One order's row: each seed's share of held-out cells that are right, and times."""
+) -> dict[str, str]:
+    """One order's row: each seed's share of held-out cells that are right, and a step's time."""
     order = _order(name, settings, tile, device)
     models = Models(settings, order, segment, device)
     cuda = device.type == "cuda"
@@ -191,15 +191,14 @@ def trained(
     right = _right(models, task, settings, device)
     held = images(task, settings, _TEST, device)
     step_s = statistics.median([seconds_per_call([lambda: run(*held)], _TIMED, device) for _ in range(5)])
+    row = order or token_order("row", (settings.side,) * 2)
     return {
         "task": task,
-        "segment": segment,
+        "segment": str(segment),
         "order": name,
-        "right": right,
-        "step_ms": 1e3 * step_s,
-        "order_ms": 1e3 * _ordering(order, settings, device),
-        "kept": (order or token_order("row", (settings.side,) * 2)).report([segment], [1]).kept,
-        "tile": tile if name == "tile" else None,
+        "right": " ".join(f"{share:.5f}" for share in right),
+        "step_ms": f"{1e3 * step_s:.4f}",
+        "kept": f"{row.report([segment], [1]).kept:.5f}",
     }
 
 
@@ -232,21 +231,6 @@ def _right(models: Models, task: str, settings: Settings, device: torch.device) 
     return [float(share) for share in hits / number]
 
 
-def _ordering(order: TokenOrder | None, settings: Settings, device: torch.device) -> float:
-    """Seconds that putting in order and back takes in a step, forward and backward."""
-    if order is None:
-        return 0.0
-    rows = settings.seeds * settings.batch
-    x = torch.zeros(rows, settings.side**2, settings.width, device=device, requires_grad=True)
-
-    def both() -> None:
-        y = order.undo(order.apply(x))
-        torch.autograd.grad(y, x, x)
-
-    both()
-    return statistics.median([seconds_per_call([both], _TIMED, device) for _ in range(5)])
-
-
 def plan(settings: Settings) -> Iterator[tuple[str, int]]:
     """The tasks and segments."""
     tokens = settings.side**2
@@ -266,23 +250,36 @@ def main(out: Path, device: str, steps: int, seeds: int, side: int, resume: bool
     """Train every order on every task, and write OUT."""
     place = named_device(device)
     settings = Settings(side=side, steps=steps, seeds=seeds)
-    env, used = results.environment(str(place)), msgspec.to_builtins(settings)
-    file = results.open_file(out, env) if resume else results.File(env, [])
-    if file.rows and file.summary != used:
-        raise click.ClickException(f"{out} was made with {file.summary}; give another --out")
-    file.summary = used
-    held = {(row["task"], row["segment"], row["order"]) for row in file.rows}
+    facts = hardware.facts(str(place))
+    common = {"gpu": facts.device, "torch": facts.torch, "date": results.now()[:10]}
+    common |= {name: str(value) for name, value in msgspec.to_builtins(settings).items()}
+    rows = read(out) if resume and out.exists() else []
+    if any(row[name] != value for row in rows for name, value in common.items() if name != "date"):
+        raise click.ClickException(f"{out} was made otherwise than by {common}; give another --out")
+    held = {(row["task"], int(row["segment"]), row["order"]) for row in rows}
     for task, segment in plan(settings):
         for name in ORDERS:
             if (task, segment, name) in held:
                 continue
             row = trained(task, segment, name, settings, place, tile=max(1, math.isqrt(segment)))
-            file.rows.append(row)
-            shown = " ".join(f"{share:.3f}" for share in row["right"])
-            click.echo(f"{task:8} {segment:5} {name:8} {shown}  {row['step_ms']:.2f} ms, "
-                       f"of which order {row['order_ms']:.3f}")  # fmt: skip
-            results.write(out, file)
-            sys.stdout.flush()
+            click.echo(f"{task:8} {segment:5} {name:8} {row['right']}  {float(row['step_ms']):.2f} ms")
+            rows.append(common | row)
+            write(out, rows)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a file of this module."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def write(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    """The rows as a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,12 @@ A page has the lines ``<!-- orders: FILE -->`` and ``<!-- end -->``; the tables 
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
-from bakeoff.apps.bench import results
-from bakeoff.apps.bench.cards import stamp
+from bakeoff.apps.bench.orders import read
 from bakeoff.apps.tabular import markdown_table
 
 __all__ = ["block", "filled"]
@@ -26,34 +24,34 @@ _STEPS = "Milliseconds of a training step of all seeds; what others take longer 
 
 
 def filled(text: str, root: Path) -> str:
-    """`text` with every marked part written anew, from results files below `root`."""
+    """`text` with every marked part written anew, from files below `root`."""
     return _MARKED.sub(lambda match: match[1] + block(match[2], root) + match[3], text)
 
 
 def block(name: str, root: Path) -> str:
     """The results in root/name, in Markdown."""
-    file = results.read(root / name)
-    rows, used = file.rows, file.summary
+    rows = read(root / name)
+    used = rows[-1]
     orders = list(dict.fromkeys(row["order"] for row in rows))
-    cells: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    cells: dict[tuple[str, int], dict[str, dict[str, str]]] = {}
     for row in rows:
-        cells.setdefault((row["task"], row["segment"]), {})[row["order"]] = row
+        cells.setdefault((row["task"], int(row["segment"])), {})[row["order"]] = row
     order = sorted(cells)
-    side = used["side"]
     what = (
-        f"**{stamp(file.env)}**; {side} x {side} cells, {used['layers']} layers of width {used['width']}, "
-        f"{used['steps']} steps of {used['batch']} images, {used['seeds']} seeds ([{name}](../{name}))."
+        f"**{used['gpu']}**, torch {used['torch']}, {used['date']}; {used['side']} x {used['side']} cells, "
+        f"{used['layers']} layers of width {used['width']}, {used['steps']} steps of {used['batch']} images, "
+        f"{used['seeds']} seeds ([{name}](../{name}))."
     )
     return (
         "\n\n".join(
             [
                 what,
                 "Cells that are right, held-out images, mean of the seeds ± standard deviation:",
-                _table(cells, order, orders, lambda row: _spread(row["right"])),
+                _table(cells, order, orders, lambda row: _spread([*map(float, row["right"].split())])),
                 "Attention kept, by the report, for comparison:",
-                _table(cells, order, orders, lambda row: f"{row['kept']:.1%}"),
+                _table(cells, order, orders, lambda row: f"{float(row['kept']):.1%}"),
                 _STEPS,
-                _table(cells, order, orders, lambda row: f"{row['step_ms']:.2f}"),
+                _table(cells, order, orders, lambda row: f"{float(row['step_ms']):.2f}"),
             ]
         )
         + "\n"
@@ -61,10 +59,10 @@ def block(name: str, root: Path) -> str:
 
 
 def _table(
-    cells: dict[tuple[str, int], dict[str, dict[str, Any]]],
+    cells: dict[tuple[str, int], dict[str, dict[str, str]]],
     places: Sequence[tuple[str, int]],
     orders: Sequence[str],
-    shown: Any,
+    shown: Callable[[dict[str, str]], str],
 ) -> str:
     lines = [
         [task, f"{segment:,}", *(shown(cells[task, segment][name]) if name in cells[task, segment] else "-"
