@@ -257,8 +257,18 @@ OP = Op(
     reference=reference,
     candidates=(
         Candidate("eager", plain.eager),
-        Candidate("flash", branches.flash, supports=partial(branches.supports, name="flash")),
-        Candidate("cudnn", branches.cudnn, supports=partial(branches.supports, name="cudnn")),
+        Candidate(
+            "flash",
+            branches.flash,
+            supports=partial(branches.supports, name="flash"),
+            min_capability=(8, 0),
+        ),
+        Candidate(
+            "cudnn",
+            branches.cudnn,
+            supports=partial(branches.supports, name="cudnn"),
+            min_capability=(8, 0),
+        ),
         Candidate(
             "efficient",
             branches.efficient,
