@@ -1,0 +1,267 @@
+"""Dilated attention over a sequence in parts: equal to one process, forward and every gradient."""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
+from bakeoff.parallel import RankError, attention, borders, dilated_attention
+
+Ranks = Callable[..., None]
+
+
+class Cut(NamedTuple):
+    """A call, and where ranks' parts begin, as shares of the sequence."""
+
+    tokens: int
+    segments: tuple[int, ...]
+    rates: tuple[int, ...]
+    causal: bool = False
+    phase: Any = "mod"
+    combine_grad: str = "exact"
+    documents: tuple[int, ...] | None = None
+    heads: tuple[int, int] = (4, 4)
+    batch: int = 2
+    uneven: tuple[float, ...] = ()
+    method: str = "exchange"
+
+
+CUTS = [
+    Cut(48, (4, 12), (1, 2)),  # aligned to the parts of 2, 3 and 4 ranks: local
+    Cut(48, (16, 48), (1, 4), causal=True),
+    Cut(53, (7, 20, 100), (1, 2, 5), heads=(4, 2)),  # nothing divides; the last segment is all
+    Cut(53, (7, 20, 100), (1, 2, 5), causal=True, heads=(4, 2)),
+    Cut(53, (53,), (1,), causal=True, method="ring"),
+    Cut(53, (5, 31), (2, 3), causal=True, method="ring", heads=(6, 3)),  # some see nothing
+    Cut(37, (6, 25), (3, 4), phase="block"),
+    Cut(37, (6, 25), (2, 4), phase=((1, 0, 1, 1), (3, 0, 0, 2)), causal=True),
+    Cut(41, (8, 30), (1, 3), combine_grad="detached", causal=True),
+    Cut(41, (8, 30), (1, 3), combine_grad="detached", method="ring"),
+    Cut(45, (6, 18), (1, 2), documents=(2, 2, 9, 30, 43), batch=1, causal=True),
+    Cut(45, (6, 18), (1, 2), documents=(0, 20, 45), batch=1, heads=(4, 1)),
+    Cut(33, (9, 33), (1, 2), uneven=(0.1, 0.15, 0.9), causal=True),  # parts of very different lengths
+    Cut(33, (9, 33), (1, 2), uneven=(0.0, 0.5, 0.5), method="ring"),  # some parts are empty
+    Cut(3, (2, 3), (1, 2)),
+    Cut(1, (4,), (1,), causal=True),
+]
+
+
+def ends_of(cut: Cut, world: int) -> tuple[int, ...]:
+    if not cut.uneven:
+        return borders(cut.tokens, world)
+    return (0, *(int(share * cut.tokens) for share in cut.uneven[: world - 1]), cut.tokens)
+
+
+def drawn(cut: Cut, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k, v and the gradients of y and lse, of the whole, equal on all ranks."""
+    generator = torch.Generator().manual_seed(cut.tokens)
+    (H, Hk), D = cut.heads, 8
+    shapes = [(cut.batch, cut.tokens, heads, D) for heads in (H, Hk, Hk, H)]
+    found = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return [*found, torch.randn(cut.batch, H, cut.tokens, generator=generator)]
+
+
+def whole(cut: Cut, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    """y, lse and the gradients of q, k and v of one process in float64."""
+    q, k, v, dy, dlse = (x.double() for x in tensors)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    cu = None if cut.documents is None else torch.tensor(cut.documents)
+    y, lse = reference(
+        *inputs, cut.segments, cut.rates, cut.causal, cut.phase, cut.combine_grad, cu, return_lse=True
+    )
+    seen = lse > -torch.inf
+    loss = (y * dy).sum() + (lse.masked_fill(~seen, 0) * dlse).sum()
+    return y.detach(), lse.detach(), *torch.autograd.grad(loss, inputs)
+
+
+def in_parts(
+    cut: Cut, tensors: list[Tensor], low: int, high: int, ends: tuple[int, ...], **options: Any
+) -> Any:
+    """The same of this rank's part."""
+    q, k, v, dy = (x[:, low:high] for x in tensors[:4])
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    y, lse = dilated_attention(
+        *inputs, cut.segments, cut.rates, mesh=dist.group.WORLD, causal=cut.causal, phase=cut.phase,
+        combine_grad=cut.combine_grad, cu_seqlens=cut.documents, return_lse=True, borders=ends,
+        **{"method": cut.method, **options},
+    )  # fmt: skip
+    seen = lse > -torch.inf
+    loss = (y.float() * dy).sum() + (lse.masked_fill(~seen, 0) * tensors[4][..., low:high]).sum()
+    return y.detach(), lse.detach(), *torch.autograd.grad(loss, inputs)
+
+
+def near(got: Tensor, exact: Tensor, what: str, limit: float = 1e-6) -> None:
+    assert got.shape == exact.shape, what
+    finite = exact.isfinite()
+    assert torch.equal(got.isfinite(), finite), what
+    worst = (got.double() - exact)[finite].abs().max() if finite.any() else 0.0
+    assert worst <= limit * max(1.0, float(exact[finite].abs().max()) if finite.any() else 0.0), (what, worst)
+
+
+def equal_to_one_process(rank: int) -> None:
+    for cut in CUTS:
+        ends = ends_of(cut, dist.get_world_size())
+        low, high = ends[rank : rank + 2]
+        tensors = drawn(cut)
+        y, lse, dq, dk, dv = whole(cut, tensors)
+        got = in_parts(cut, tensors, low, high, ends)
+        exact = y[:, low:high], lse[..., low:high], dq[:, low:high], dk[:, low:high], dv[:, low:high]
+        for name, one, two in zip(("y", "lse", "dq", "dk", "dv"), got, exact, strict=True):
+            near(one, two, f"{name} of {cut}, ends {ends}, rank {rank}")
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_parts_are_equal_to_one_process(ranks: Ranks, world: int) -> None:
+    ranks(world, equal_to_one_process)
+
+
+def by_all_to_all(rank: int) -> None:
+    """Also from strided inputs, and chosen by itself where it moves less."""
+    for cut in (
+        Cut(26, (5, 26), (1, 2), causal=True),
+        Cut(26, (6, 18), (1, 4), heads=(8, 4), documents=(1, 9, 24), batch=1),
+        Cut(26, (4, 26), (1, 1), combine_grad="detached"),
+    ):
+        ends = borders(cut.tokens, dist.get_world_size())
+        low, high = ends[rank : rank + 2]
+        tensors = drawn(cut)
+        tensors[1] = tensors[1].transpose(1, 2).contiguous().transpose(1, 2)
+        y, lse, dq, dk, dv = whole(cut, tensors)
+        got = in_parts(cut, tensors, low, high, ends, method="ulysses")
+        exact = y[:, low:high], lse[..., low:high], dq[:, low:high], dk[:, low:high], dv[:, low:high]
+        for name, one, two in zip(("y", "lse", "dq", "dk", "dv"), got, exact, strict=True):
+            near(one, two, f"{name} of {cut}, rank {rank}")
+
+
+def test_all_to_all_over_heads(ranks: Ranks) -> None:
+    ranks(2, by_all_to_all)
+
+
+def other_properties(rank: int) -> None:
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    cut = Cut(40, (10, 40), (1, 2), causal=True)
+    ends = borders(cut.tokens, world)
+    low, high = ends[rank : rank + 2]
+    tensors = drawn(cut)
+
+    # Bit by bit the same again, and in a ring.
+    first = in_parts(cut, tensors, low, high, ends)
+    for method in ("exchange", "ring"):
+        again = in_parts(cut, tensors, low, high, ends, method=method)
+        assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True)), method
+
+    # The future changes nothing.
+    future = [x.clone() for x in tensors]
+    for x in future[:3]:
+        x[:, ends[1] :] = 9.0
+    if rank == 0:
+        assert torch.equal(in_parts(cut, future, low, high, ends)[0], first[0])
+    else:
+        in_parts(cut, future, low, high, ends)
+
+    # bfloat16 is rounded once, at the end.
+    half = drawn(cut, torch.bfloat16)
+    exact = whole(cut, half)[0][:, low:high]
+    y = in_parts(cut, half, low, high, ends)[0]
+    assert y.dtype == torch.bfloat16
+    assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+    # Dense attention, over a mesh.
+    q, k, v = (x[:, low:high] for x in tensors[:3])
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        *(x.double().transpose(1, 2) for x in tensors[:3]), is_causal=True
+    ).transpose(1, 2)
+    near(attention(q, k, v, mesh=mesh, causal=True), dense[:, low:high], "dense")  # type: ignore[arg-type]
+
+    # Without gradients nothing is kept, and only some inputs may want theirs.
+    with torch.no_grad():
+        assert torch.equal(
+            dilated_attention(q, k, v, (10, 40), (1, 2), mesh=mesh, causal=True, method="ring"), first[0]
+        )
+    v = v.clone().requires_grad_()
+    y = dilated_attention(q, k, v, (10, 40), (1, 2), mesh=mesh, causal=True)
+    assert isinstance(y, Tensor)
+    (dv,) = torch.autograd.grad((y * tensors[3][:, low:high]).sum(), v)
+    assert dv.shape == v.shape
+
+    # Segments within parts need nobody.
+    send, dist.batch_isend_irecv = dist.batch_isend_irecv, None
+    try:
+        local = in_parts(Cut(40, (5, 10), (1, 2)), tensors, low, high, ends)
+    finally:
+        dist.batch_isend_irecv = send
+    near(local[0], whole(Cut(40, (5, 10), (1, 2)), tensors)[0][:, low:high], "local")
+    for cut in (
+        Cut(40, (5, 10), (1, 2), causal=True, combine_grad="detached"),
+        Cut(40, (5, 10), (1, 2), documents=(0, 3, 10, 20, 33), batch=1),
+        Cut(40, (5, 10), (1, 2), documents=(21, 30), batch=1),
+    ):
+        tensors = drawn(cut)
+        exact = whole(cut, tensors)
+        exact = exact[0][:, low:high], exact[1][..., low:high], *(x[:, low:high] for x in exact[2:])
+        for got, wanted in zip(in_parts(cut, tensors, low, high, ends, method="auto"), exact, strict=True):
+            near(got, wanted, f"local, by the op, {cut}")
+
+    for options, message in (
+        ({"method": "magic"}, "method is 'magic'"),
+        ({"borders": (0, 3, 40)}, "tokens, and"),
+        ({"borders": (0, 40)}, "expected 2 numbers|expected 3 numbers"),
+        ({"cu_seqlens": (0, 40)}, "packed documents are one row"),
+        ({"phase": ((0,), (0,))}, "rows of other lengths"),
+        ({"combine_grad": "none"}, "'exact' or 'detached'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dilated_attention(q, k, v, (10, 40), (1, 2), mesh=mesh, **options)
+    for branches, message in (
+        (((10,), (1, 2)), "1 segments and 2 rates"),
+        (((2,), (4,)), "at most its segment"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dilated_attention(q, k, v, *branches, mesh=mesh)
+    with pytest.raises(ValueError, match="2 dimensions"):
+        dilated_attention(q, k, v, (4,), (1,), mesh=init_device_mesh("cpu", (1, world)))
+
+
+def test_other_properties(ranks: Ranks) -> None:
+    ranks(2, other_properties)
+
+
+def killed(rank: int) -> None:
+    x = torch.randn(1, 4, 2, 8)
+    attention(x, x, x, mesh=dist.group.WORLD)
+    if rank == 1:
+        os._exit(0)
+    time.sleep(1)
+    with pytest.raises(RankError, match="rank 1 of the mesh was lost in the exchange"):
+        attention(x, x, x, mesh=dist.group.WORLD)
+    os._exit(0)
+
+
+def test_a_killed_rank_is_named(ranks: Ranks) -> None:
+    ranks(2, killed)
+
+
+def silent(rank: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    x = torch.randn(1, 4, 2, 8)
+    if rank == 1:
+        time.sleep(4)
+    else:
+        since = time.monotonic()
+        with pytest.raises(RankError, match="rank 1 of the mesh was lost in the exchange"):
+            attention(x, x, x, mesh=group)
+        assert time.monotonic() - since < 30
+    os._exit(0)
+
+
+def test_a_rank_that_says_nothing_is_named(ranks: Ranks) -> None:
+    ranks(2, silent)

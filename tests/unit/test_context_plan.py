@@ -1,0 +1,130 @@
+"""What ranks exchange for dilated attention: exactly the rows that the mask asks for, and their bytes."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of, seen_in
+from bakeoff.parallel import borders, context_plan
+from bakeoff.parallel.exchange import PAD, Layout, needs, own_blocks
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any branches, phases, cuts into parts and documents."""
+    tokens, heads, branches = (draw(st.integers(1, n)) for n in (30, 3, 3))
+    segments = tuple(sorted(draw(st.integers(1, 35)) for _ in range(branches)))
+    rates = tuple(draw(st.integers(1, min(w, 5))) for w in segments)
+    phases = tuple(tuple(draw(st.integers(0, r - 1)) for _ in range(heads)) for r in rates)
+    cuts = sorted(draw(st.integers(0, tokens)) for _ in range(draw(st.integers(1, 3))))
+    documents = tuple(sorted(draw(st.integers(0, tokens)) for _ in range(3)))
+    whole = draw(st.booleans())
+    return Layout(
+        Pattern(segments, rates, phases),
+        (0, *cuts, tokens),
+        (0, tokens) if whole else documents,
+        draw(st.booleans()),
+    )
+
+
+def mask(layout: Layout) -> torch.Tensor:
+    """Whether query t sees key u in each branch and head, by the definition."""
+    t = torch.arange(layout.tokens)
+    origin = torch.full_like(t, -1)
+    for a, b in itertools.pairwise(layout.documents):
+        origin[a:b] = a
+    return seen_in(layout.pattern, t, t, origin, layout.causal)
+
+
+@given(layout=layouts())
+@settings(deadline=None)
+def test_blocks_hold_every_pair_of_the_mask_once(layout: Layout) -> None:
+    """And none else, once causality has been applied."""
+    held = torch.zeros_like(mask(layout), dtype=torch.int64)
+    ranks = len(layout.borders) - 1
+    for rank in range(ranks):
+        found = list(own_blocks(layout, rank))
+        for source in range(ranks):
+            found += needs(layout, rank, source).blocks if source != rank else []
+        for block in found:
+            for n, head in itertools.product(range(len(block.queries)), range(layout.heads)):
+                queries, keys = block.queries[n, head], block.keys[n, head]
+                for t, u in itertools.product(queries[queries != PAD], keys[keys != PAD]):
+                    held[block.branch, head, t, u] += int(not layout.causal or u <= t)
+    assert torch.equal(held, mask(layout).long())
+
+
+@given(layout=layouts())
+@settings(deadline=None)
+def test_exactly_the_rows_that_some_query_sees_are_exchanged(layout: Layout) -> None:
+    seen = mask(layout).any(0)  # [heads, queries, keys]
+    ranks = len(layout.borders) - 1
+    for rank, source in itertools.permutations(range(ranks), 2):
+        (low, high), (first, end) = layout.part(rank), layout.part(source)
+        wanted = seen[:, low:high, first:end].any(1).T.flatten().nonzero()[:, 0]
+        assert needs(layout, rank, source).rows.tolist() == wanted.tolist()
+
+
+def test_parts() -> None:
+    assert borders(10, 3) == (0, 3, 6, 10)
+    assert borders(2, 4) == (0, 0, 1, 1, 2)
+
+
+def test_local_segments_move_nothing() -> None:
+    plan = context_plan(1 << 20, 8, 16, 128, (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+    assert plan.local
+    assert plan.method == "exchange"
+    assert plan.volumes["exchange"].forward == plan.volumes["exchange"].backward == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bytes_of_one_long_branch_by_hand(causal: bool) -> None:
+    """A segment over 4 ranks of 8 tokens at rate 2: 4 rows of each other rank, or of each rank before."""
+    plan = context_plan(32, 4, 8, 16, (32,), (2,), kv_heads=2, causal=causal, batch=3)
+    row = 2 * 3 * 16  # keys and values of a batch of 3
+    assert plan.volumes["exchange"].forward == 3 * 4 * 2 * row * 2
+    assert plan.volumes["exchange"].backward == 3 * 4 * 2 * row * 4
+    assert plan.volumes["ring"].backward == 3 * 4 * 2 * row * (2 + 4)
+    assert plan.dense.forward == 24 * 2 * row * 2
+    assert "ulysses" not in plan.volumes, "4 ranks don't divide 2 kv heads"
+
+
+def test_the_method_that_moves_less_is_taken() -> None:
+    dense = context_plan(1 << 12, 4, 8, 64, (1 << 12,), (1,))
+    assert dense.method == "ulysses"
+    assert (
+        dense.volumes["ulysses"].forward
+        == 3 * (1 << 12) // 4 * (8 + 2 * 8) // 4 * 64 * 2 + (1 << 10) * 6 * 64 * 2
+    )
+    assert context_plan(1 << 12, 4, 6, 64, (1 << 12,), (1,)).method == "ring", "rows of 3 parts exceed one"
+    assert context_plan(1 << 12, 4, 8, 64, (1 << 11,), (8,)).method == "exchange"
+    assert context_plan(1 << 12, 4, 8, 64, (1 << 11,), (8,), method="ulysses").method == "ulysses"
+    text = str(dense)
+    assert re.search(r"> ulysses: \d", text)
+    assert "dense ring attention" in text
+
+
+def test_a_coarser_branch_s_rows_are_sent_once() -> None:
+    nested = context_plan(64, 2, 2, 8, (40, 64), (2, 4), phase=((1, 1), (1, 1)))
+    coarse = context_plan(64, 2, 2, 8, (64,), (4,), phase=((1, 1),))
+    fine = context_plan(64, 2, 2, 8, (40,), (2,), phase=((1, 1),))
+    one, two, both = (plan.volumes["exchange"].forward for plan in (coarse, fine, nested))
+    assert max(one, two) <= both < one + two
+
+
+def test_bad_plans() -> None:
+    with pytest.raises(ValueError, match="8 heads with 2 kv heads don't divide"):
+        context_plan(64, 4, 8, 16, (64,), (1,), kv_heads=2, method="ulysses")
+    with pytest.raises(ValueError, match="method is 'magic'; it is auto, exchange, ring, ulysses"):
+        context_plan(64, 4, 8, 16, (64,), (1,), method="magic")
+    with pytest.raises(ValueError, match="at most its segment"):
+        context_plan(64, 4, 8, 16, (4,), (8,))
+
+
+def test_patterns_are_those_of_the_op() -> None:
+    """A change of theirs must not pass by here."""
+    assert pattern_of((4, 8), (1, 2), "mod", 3) == Pattern((4, 8), (1, 2), ((0, 0, 0), (0, 1, 0)))
