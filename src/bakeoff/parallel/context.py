@@ -33,6 +33,7 @@ __all__ = ["attention", "context_plan", "dilated_attention"]
 _log = logging.getLogger("bakeoff")
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def dilated_attention(
     q: Tensor,
     k: Tensor,
@@ -70,7 +71,8 @@ def dilated_attention(
 
     Raises:
         ValueError: shapes, branches, borders or a method that don't fit.
-        RankError: a rank was lost in the exchange; the message names it.
+        RankError: a rank was lost in the exchange; the message names it, or the watch of
+            `bakeoff.parallel.joined` does.
 
     Source: Ding et al. 2023, LongNet, section 3.3; Liu et al. 2023, Ring Attention; Jacobs et al. 2023,
     DeepSpeed Ulysses.
@@ -114,7 +116,9 @@ def attention(
     """
     ends = options.get("borders")
     tokens = ends[-1] if ends else q.shape[1] * Peers(mesh).size
-    return dilated_attention(q, k, v, (max(1, tokens),), (1,), mesh=mesh, causal=causal, **options)
+    return dilated_attention(  # type: ignore[no-any-return]
+        q, k, v, (max(1, tokens),), (1,), mesh=mesh, causal=causal, **options
+    )
 
 
 def context_plan(

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from bakeoff.parallel.exchange import Layout, needs
-from bakeoff.parallel.watch import RankError
+from bakeoff.parallel.watch import RankError, lost_text
 
-__all__ = ["Arrival", "Peers"]
+__all__ = ["Arrival", "Peers", "lost"]
 
 
 @dataclasses.dataclass
@@ -23,8 +23,8 @@ class Arrival:
     source: int
     rows: Tensor
     works: list[tuple[int, dist.Work]]
-    sent: Tensor
-    """What goes the other way; it must live as long."""
+    sent: Tensor | None
+    """What goes the other way, kept until it is gone."""
 
     def wait(self) -> Tensor:
         """The rows. On a GPU its stream waits, not the host."""
@@ -32,8 +32,8 @@ class Arrival:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise _lost(peer, error) from error
-        self.works = []
+                raise lost(f"rank {peer} of the mesh", error) from error
+        self.works, self.sent = [], None
         return self.rows
 
 
@@ -113,7 +113,7 @@ class Peers:
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise _lost(mine[0][1], error) from error
+            raise lost(f"rank {mine[0][1]} of the mesh", error) from error
         # NCCL has one work for all of them.
         shared = len(works) != len(ops)
         for at, (number, peer) in enumerate(mine):
@@ -134,9 +134,7 @@ def _joined(group: dist.ProcessGroup) -> None:
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
 
-def _lost(peer: int, error: RuntimeError) -> RankError:
+def lost(who: str, error: RuntimeError) -> RankError:
+    """The error in place of one that an exchange ended with."""
     first = str(error).partition("\n")[0]
-    return RankError(
-        f"rank {peer} of the mesh was lost in the exchange of keys and values ({first}). See that rank's own "
-        "output, and start the job again: it goes on from its last checkpoint"
-    )
+    return RankError(f"{who} was lost in the exchange of keys and values: {lost_text(first)}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bakeoff import ops
 from bakeoff.parallel.exchange import Layout, documents_within
-from bakeoff.parallel.peers import Peers
+from bakeoff.parallel.peers import Peers, lost
 
 __all__ = ["attended", "by_heads"]
 
@@ -82,7 +82,7 @@ def _to_heads(x: Tensor, peers: Peers, lengths: tuple[int, ...]) -> Tensor:
     B, L, _, D = x.shape
     sent = x.view(B, L, peers.size, -1, D).permute(2, 1, 0, 3, 4).flatten(0, 1).contiguous()
     got = x.new_empty(sum(lengths), *sent.shape[1:])
-    dist.all_to_all_single(got, sent, [*lengths], [L] * peers.size, group=peers.group)
+    _all_to_all(got, sent, [*lengths], [L] * peers.size, peers)
     return got.transpose(0, 1)
 
 
@@ -90,6 +90,13 @@ def _to_tokens(y: Tensor, peers: Peers, lengths: tuple[int, ...]) -> Tensor:
     L = lengths[peers.rank]
     sent = y.transpose(0, 1).contiguous()
     got = y.new_empty(L * peers.size, *sent.shape[1:])
-    dist.all_to_all_single(got, sent, [L] * peers.size, [*lengths], group=peers.group)
+    _all_to_all(got, sent, [L] * peers.size, [*lengths], peers)
     parts: Tensor = got.unflatten(0, (peers.size, L))
     return parts.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+
+def _all_to_all(got: Tensor, sent: Tensor, from_each: list[int], to_each: list[int], peers: Peers) -> None:
+    try:
+        dist.all_to_all_single(got, sent, from_each, to_each, group=peers.group)
+    except RuntimeError as error:
+        raise lost("a rank of the mesh", error) from error
