@@ -1,0 +1,118 @@
+"""memory_scan on a CUDA device: the op's grid, graphs, torch.compile, streaming without a synchronisation."""
+
+import pytest
+import torch
+
+from bakeoff.graphs import forbid_sync
+from bakeoff.ops.memory_scan import OP, MemoryState, memory_scan, memory_stream
+from bakeoff.ops.memory_scan.op import triton_supports
+from bakeoff.ops.memory_scan.triton import memory_scan as candidate
+from bakeoff.select import Case
+from bakeoff.select.contests.draw import inputs
+from bakeoff.select.contests.verify import verify, yardsticks
+
+
+def shortened(case):
+    """At most 160 tokens: the definition goes one token after the other."""
+    args = dict(case.args)
+    for name in ("q", "k", "v", "lr", "decay", "forget"):
+        meta = args[name]
+        args[name] = type(meta).dense(
+            (min(meta.shape[0], 4), min(meta.shape[1], 160), *meta.shape[2:]),
+            meta.dtype,
+            grad=meta.requires_grad,
+        )
+    for name, meta in case.tensors.items():
+        if name not in ("q", "k", "v", "lr", "decay", "forget"):
+            args[name] = type(meta).dense(
+                (min(meta.shape[0], 4), *meta.shape[1:]), meta.dtype, grad=meta.requires_grad
+            )
+    return Case(args, case.device, case.name)
+
+
+SHORT = [shortened(case) for case in OP.cases()]
+
+
+@pytest.mark.parametrize("name", ["chunked", "triton"])
+@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
+def test_the_grid_passes_the_contest_verification(case, name):
+    if name == "triton" and triton_supports(case):
+        pytest.skip(triton_supports(case))
+    _, deterministic = verify(OP, OP.candidate(name), yardsticks(OP, case))
+    assert deterministic
+
+
+def step(args, fn=candidate):
+    outs = fn(*args)
+    leaves = [a for a in args if isinstance(a, torch.Tensor)]
+    return [*outs, *torch.autograd.grad(outs, leaves, [torch.ones_like(o) for o in outs])]
+
+
+def test_graph_capture_and_repetition():
+    args = inputs(OP, SHORT[0], 0)
+    step(args)
+    step(args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(args)
+    with torch.no_grad():
+        args[0].copy_(torch.randn_like(args[0]))
+    graph.replay()
+    for a, b in zip(captured, step(args), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["eager", "chunked", "triton"])
+def test_nothing_waits_for_the_device(name):
+    args = inputs(OP, SHORT[0], 0)
+    call = OP.candidate(name).implementation
+    step(args, call)
+    with forbid_sync():
+        step(args, call)
+
+
+def test_torch_compile_whole():
+    args = inputs(OP, SHORT[0], 0)
+    *tensors, chunk, read = args
+    compiled = torch.compile(lambda *t: candidate(*t, chunk, read), fullgraph=True)
+    for mine, plain in zip(step(tensors, compiled), step(args), strict=True):
+        assert torch.equal(mine, plain)
+
+
+def test_a_token_at_a_time_in_one_graph():
+    q, k, v, *parts, lr, decay, forget = inputs(OP, SHORT[1].without_grad(), 0)[:-2]
+    o, memory, _ = memory_scan(q, k, v, parts[:4], parts[4:], lr, decay, forget, 16)
+    tokens = [x[:, :1].clone() for x in (q, k, v, lr, decay, forget)]
+    zero = torch.zeros((), dtype=torch.int64, device="cuda")
+    memories = tuple(p.clone() for p in parts[:4])
+    state = MemoryState(
+        memories, tuple(p.clone() for p in parts[4:]), tuple(p.clone() for p in memories), zero
+    )
+
+    def advance():
+        out, new = memory_stream(*tokens, state, chunk=16)
+        for old, fresh in zip(state[:3], new[:3], strict=True):
+            for a, b in zip(old, fresh, strict=True):
+                a.copy_(b)
+        state.filled.copy_(new.filled)
+        return out
+
+    saved = [p.clone() for part in state[:3] for p in part]
+    for _ in range(3):
+        advance()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = advance()
+    for old, start in zip([p for part in state[:3] for p in part], saved, strict=True):
+        old.copy_(start)
+    state.filled.zero_()
+    outs = []
+    for t in range(q.shape[1]):
+        for place, x in zip(tokens, (q, k, v, lr, decay, forget), strict=True):
+            place.copy_(x[:, t : t + 1])
+        graph.replay()
+        outs.append(out.clone())
+    torch.testing.assert_close(torch.cat(outs, 1), o, rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(state.memory, memory, rtol=5e-2, atol=5e-2)
