@@ -33,8 +33,15 @@ def shortened(case):
 SHORT = [shortened(case) for case in OP.cases()]
 
 
+# Compiling the kernels for one more case takes ten seconds.
+GRID = [
+    pytest.param(case, marks=() if i == 0 or case.name == "odd" else pytest.mark.exhaustive, id=case.name)
+    for i, case in enumerate(SHORT)
+]
+
+
 @pytest.mark.parametrize("name", ["chunked", "triton"])
-@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", GRID)
 def test_the_grid_passes_the_contest_verification(case, name):
     if name == "triton" and triton_supports(case):
         pytest.skip(triton_supports(case))
@@ -72,6 +79,7 @@ def test_nothing_waits_for_the_device(name):
         step(args, call)
 
 
+@pytest.mark.exhaustive
 def test_torch_compile_whole():
     args = inputs(OP, SHORT[0], 0)
     *tensors, chunk, read = args
@@ -81,8 +89,8 @@ def test_torch_compile_whole():
 
 
 def test_a_token_at_a_time_in_one_graph():
-    q, k, v, *parts, lr, decay, forget = inputs(OP, SHORT[1].without_grad(), 0)[:-2]
-    o, memory, _ = memory_scan(q, k, v, parts[:4], parts[4:], lr, decay, forget, 16)
+    q, k, v, *parts, lr, decay, forget = inputs(OP, SHORT[0].without_grad(), 0)[:-2]
+    o, memory, _ = memory_scan(q, k, v, parts[:4], parts[4:], lr, decay, forget, 64)
     tokens = [x[:, :1].clone() for x in (q, k, v, lr, decay, forget)]
     zero = torch.zeros((), dtype=torch.int64, device="cuda")
     memories = tuple(p.clone() for p in parts[:4])
@@ -91,7 +99,7 @@ def test_a_token_at_a_time_in_one_graph():
     )
 
     def advance():
-        out, new = memory_stream(*tokens, state, chunk=16)
+        out, new = memory_stream(*tokens, state, chunk=64)
         for old, fresh in zip(state[:3], new[:3], strict=True):
             for a, b in zip(old, fresh, strict=True):
                 a.copy_(b)

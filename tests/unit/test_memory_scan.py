@@ -34,7 +34,8 @@ def drawn(
         kind = dtype if name in ("q", "k", "v") else wide
         tensor = draw(name, TensorMeta.dense(shape, kind), generator)
         assert tensor is not None
-        args.append(tensor.requires_grad_(grad))
+        # A few tokens a chunk learn fast without growing.
+        args.append((50 * tensor if name == "lr" else tensor).requires_grad_(grad))
     return args
 
 

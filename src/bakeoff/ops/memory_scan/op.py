@@ -15,7 +15,7 @@ from bakeoff.select.declare.key import round_rows, with_layout
 
 __all__ = ["OP"]
 
-_LONGEST = 128
+_LONGEST = 64
 READS = ("after", "before", "chunk")
 _TOKENS = ("q", "k", "v", "lr", "decay", "forget")
 _SHAPES = {"w1": "G H D", "b1": "G H", "w2": "G V H", "b2": "G V"}
@@ -141,17 +141,18 @@ def _case(
 
 
 def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> torch.Tensor | None:
-    """Tokens of length 1 and memories that keep sizes, so that the recurrence stays bounded; rates over all
-    of their range, zeros and ones among them, each token of another kind."""
+    """Tokens of length 1, memories that keep sizes, and rates so small that descent converges with chunks of
+    64, or the recurrence would grow without bound; zeros among the rates, and decays of 1."""
     drawn = torch.randn(meta.shape, generator=generator, dtype=meta.dtype, device=generator.device)
     if name in ("q", "k", "v"):
         length = drawn.double().norm(dim=-1, keepdim=True) if name == "k" else max(meta.shape[-1], 1) ** 0.5
         rows: torch.Tensor = drawn / length
         return rows.to(meta.dtype)
     if name in ("lr", "decay", "forget"):
-        rates = torch.sigmoid(drawn.float() + {"lr": -3.0, "decay": 1.0, "forget": -3.0}[name])
+        rates = torch.sigmoid(drawn.float() + {"lr": -7.0, "decay": 1.0, "forget": -6.0}[name])
         rates[:, 6::7] = 0
-        rates[:, 10::29] = 1 if name != "lr" else 0.5
+        if name == "decay":
+            rates[:, 10::29] = 1
         return rates.to(meta.dtype)
     scale = 0.1 if name.startswith("momentum") else 1.0
     return drawn.mul(scale / max(meta.shape[-1], 1) ** 0.5)

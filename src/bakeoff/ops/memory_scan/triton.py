@@ -36,7 +36,7 @@ class _Sizes:
         self.chunk = min(chunk, max(16, 1 << (self.T - 1).bit_length()))
         self.C = -(-self.T // self.chunk)
         self.P = self.H * self.D + self.H + self.V * self.H + self.V
-        tiling = tiling or tilings(self.chunk, self.H)[0]
+        tiling = tiling or tilings(self.H)[0]
         self.shift = _SHIFTS[read]
         self.BH = tiling.hidden
         self.hidden = -(-self.H // self.BH)
@@ -227,7 +227,7 @@ def _fill_gradients(
 
 
 def _of(case: Any) -> list[Tiling]:
-    return tilings(case.chunk, case.memory_w1.shape[1])
+    return tilings(case.memory_w1.shape[1])
 
 
 memory_scan = kernel_op(
@@ -243,4 +243,4 @@ memory_scan = kernel_op(
     backward=_fill_gradients,
     tilings={"forward": Tilings(Tiling, _of), "backward": Tilings(Tiling, _of)},
 )
-"""For float16, bfloat16 and float32 with chunks of up to 128 tokens."""
+"""For float16, bfloat16 and float32 with chunks of up to 64 tokens."""
