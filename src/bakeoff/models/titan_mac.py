@@ -80,8 +80,8 @@ class Config(
     """The memories climb their loss (an ablation)."""
     learns: Learns = "all"
     """Layers of a memory that learn while it reads."""
-    max_lr: float = 0.1
-    """Largest learning rate of the memories."""
+    max_lr: float = 0.25
+    """Largest learning rate of the memories, of a chunk's mean gradient."""
     forget: float = 0.01
     """What a memory forgets at a token, before that is learned."""
     max_seq_len: int = 2048

@@ -51,10 +51,13 @@ def unit(x: Tensor, heads: int) -> Tensor:
 class NeuralMemory(nn.Module):
     """y_t = norm(M_t(q_t)), M a two-layer MLP per row and head that learns k_t -> v_t by gradient descent.
 
-    With u_t the gradient of mean |M(k_t) - v_t|^2 over the head's width, taken at the memory of the start of
-    t's chunk: S_t = decay_t S_{t-1} - lr_t u_t, M_t = (1 - forget_t) M_{t-1} + S_t. q, k, v are SiLU of a
-    short convolution of projections of x; q and k have length 1. lr, decay and forget are learned functions
-    of x per token and head. M begins at learned values, S at 0; both belong to one row alone.
+    With u_t the gradient of |M(k_t) - v_t|^2, taken at the memory of the start of t's chunk:
+    S_t = decay_t S_{t-1} - lr_t u_t, M_t = (1 - forget_t) M_{t-1} + S_t. q, k, v are SiLU of a short
+    convolution of projections of x; q and k have length 1. decay, forget and theta are sigmoids of learned
+    functions of x per token and head, lr_t = max_lr theta_t (1 - decay_t) / chunk: all steps that a chunk's
+    gradients will ever make add up to max_lr times their mean at most, so that no gate can make the memory
+    diverge, not even where all keys are equal. M begins at learned values, S at 0; both belong to one row
+    alone.
 
     Args:
         dim: D, a multiple of heads.
@@ -63,7 +66,8 @@ class NeuralMemory(nn.Module):
         chunk: tokens that share the memory at which gradients are taken; 1 is exact online descent.
         read: "after": y_t is read from M_t, "before": from M_{t-1}, "chunk": from the memory at the start of
             t's chunk. All are causal.
-        max_lr: lr = max_lr * sigmoid(.), > 0.
+        max_lr: as above, > 0. Safe while 2 max_lr times the squared length of M's gradient (about 2 at
+            first, per output) is below 2.
         decay, forget: what these gates begin with, in (0, 1).
         momentum: False sets decay = 0: S_t = -lr_t u_t.
         per_token: False makes the gates learned constants of a head.
@@ -96,7 +100,7 @@ class NeuralMemory(nn.Module):
         chunk: int = 64,
         read: Read = "after",
         *,
-        max_lr: float = 0.1,
+        max_lr: float = 0.25,
         decay: float = 0.9,
         forget: float = 0.01,
         momentum: bool = True,
@@ -181,8 +185,8 @@ class NeuralMemory(nn.Module):
         raw = self.gates(x) if self.gates is not None else self.gate_bias.expand(*x.shape[:2], -1)
         raw = raw.to(torch.promote_types(raw.dtype, torch.float32)).unflatten(-1, (-1, self.heads))
         lr, forget, *decay = raw.permute(2, 0, 3, 1).flatten(1, 2).sigmoid().unbind(0)
-        rate = (-1 if self.ascent else 1) * self.max_lr * self.heads / self.dim  # of the mean over E
-        return rate * lr, decay[0] if decay else torch.zeros_like(lr), forget
+        lr = (-1 if self.ascent else 1) * self.max_lr / self.chunk * lr
+        return (lr * (1 - decay[0]), decay[0], forget) if decay else (lr, torch.zeros_like(lr), forget)
 
     def _normed(self, y: Tensor, rows: int) -> Tensor:
         """y [G, T, E], every head normalised, as [B, T, D]."""
@@ -243,7 +247,7 @@ def _check(
     if learns not in ("all", "last"):
         raise ValueError(f"learns={learns!r} must be 'all' or 'last'")
     if not 0.0 < max_lr < math.inf:
-        raise ValueError(f"max_lr={max_lr} must be positive and finite: 0.1 is usual, 0 would never write")
+        raise ValueError(f"max_lr={max_lr} must be positive and finite: 0.25 is usual, 0 would never write")
     for name, share in (("decay", decay), ("forget", forget)):
         if not 0.0 < share < 1.0:
             raise ValueError(f"{name}={share} must be in (0, 1): gates begin there and are learned")
