@@ -172,11 +172,9 @@ def host_timing(
 def _row(cell: Cell, length: int, candidate: str, measure: str, timing: Timing | None, why: str) -> LaunchRow:
     cost = cell.op.cost(cell.case)
     dtype = next(iter(cell.case.data.values())).dtype
-    times: dict[str, float] = {}
-    if timing is not None:
-        times = {"us": timing.us, "us_p20": timing.p20, "us_p80": timing.p80}
+    share = None
     if timing is not None and measure == "device":
-        times["share"] = hardware.limit_us(cost.bytes, cost.flops, cell.case.device) / timing.us
+        share = hardware.limit_us(cost.bytes, cost.flops, cell.case.device) / timing.us
     return LaunchRow(
         op=cell.op.name,
         case=cell.case.name,
@@ -192,5 +190,8 @@ def _row(cell: Cell, length: int, candidate: str, measure: str, timing: Timing |
         source_hash=cell.op.by_name[candidate].source_hash,
         date=results.now(),
         commit=results.commit(),
-        **times,
+        us=timing.us if timing else None,
+        us_p20=timing.p20 if timing else None,
+        us_p80=timing.p80 if timing else None,
+        share=share,
     )

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from bakeoff import hardware
+from bakeoff.kernels import cuda
+from bakeoff.kernels.counter import launches
 from bakeoff.ops.dilated_attention import branches, plain
 from bakeoff.ops.dilated_attention.reference import Pattern, numbers, pattern_of
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
@@ -233,12 +236,28 @@ def fused_supports(case: Case) -> str | None:
     return reason
 
 
+def cuda_supports(case: Case) -> str | None:
+    """Why the CUDA C++ kernels can't take `case`, or None."""
+    if reason := cuda.missing() or fused_supports(case):
+        return reason
+    if case.combine_grad != "exact" and case.needs_grad:
+        return "has exact gradients alone"
+    if max(meta.numel for meta in case.tensors.values()) >= 1 << 31:
+        return "takes up to 2^31 elements"
+    older = hardware.index(case.device) >= 0 and not hardware.native_bf16(case.device)
+    if older and case.q.dtype == torch.bfloat16:
+        return "rounds to bfloat16 by an instruction that this GPU lacks (compute capability 8.0 has it)"
+    return None
+
+
 def heuristic(case: Case, regime: str) -> str:
     """cuDNN branch by branch where every branch is one call of many keys: on an H200 it takes 0.6 to 0.9 of
     the fused kernels' time there. These elsewhere: uneven lengths, documents, few keys, inside torch.compile,
-    where code around the branches isn't compiled once more."""
+    where code around the branches isn't compiled once more. Where Triton can't compile, CUDA C++."""
     if fused_supports(case):
         return "eager"
+    if hardware.without_triton(case.device):
+        return "eager" if cuda_supports(case) else "cuda"
     pattern = pattern_of(case.segments, case.rates, case.phase, case.k.shape[2])
     T = case.q.shape[1]
     keys = min(min(w, T) // r for w, r in zip(pattern.segments, pattern.rates, strict=True))
@@ -250,6 +269,12 @@ def _fused() -> Implementation:
     from bakeoff.ops.dilated_attention.triton import fused
 
     return fused
+
+
+def _cuda() -> Implementation:
+    from bakeoff.ops.dilated_attention.cuda.launch import cuda
+
+    return cuda
 
 
 OP = Op(
@@ -276,6 +301,7 @@ OP = Op(
             has_backward=False,
         ),
         kernel_candidate("fused", _fused, fused_supports),
+        Candidate("cuda", load=_cuda, supports=cuda_supports, launches=launches),
     ),
     check=check,
     bucket=bucket,

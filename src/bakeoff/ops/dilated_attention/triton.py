@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from bakeoff.ops.dilated_attention.kernels import BackwardTiling, ForwardTiling
 from bakeoff.ops.dilated_attention.kernels import backward as backward_kernels
 from bakeoff.ops.dilated_attention.kernels import forward as forward_kernels
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
+from bakeoff.ops.dilated_attention.tables import planned_tables
 
 __all__ = ["Fused", "attend", "fused"]
 
@@ -171,21 +171,10 @@ def _cut(
     else:
         classes = classes or kernels.classes_of(pattern.segments, pattern.rates, T, rows, causal)
         tiles = classes
-    branches, phases, found = (plan.constant(x) for x in _tables(pattern, T, q.device))
-    if cu_seqlens is not None:
-        found = plan.derive(kernels.document_intervals, cu_seqlens, pattern.segments, T)
+    tables = planned_tables(plan, pattern, T, cu_seqlens)
     blocks = math.ceil(math.ceil(interval / classes) / rows)
-    tables = {"intervals": found, "branches": branches, "phases": phases}
-    tiles *= found.shape[0] * blocks
+    tiles *= tables["intervals"].shape[0] * blocks
     return tables, {"CLASSES": classes, "BLOCKS": blocks, "TILES": tiles, "H": H, "T": T}
-
-
-@lru_cache(maxsize=64)
-def _tables(pattern: Pattern, T: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    branches = torch.tensor([*zip(pattern.segments, pattern.rates, strict=True)], dtype=torch.int32)
-    phases = torch.tensor(pattern.phases, dtype=torch.int32)
-    found = kernels.intervals(pattern.segments, T)
-    return branches.to(device), phases.to(device), found.to(device)
 
 
 attend = kernel_op(

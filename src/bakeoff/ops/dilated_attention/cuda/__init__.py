@@ -1,0 +1,1 @@
+"""dilated_attention in CUDA C++, for GPUs that Triton can't compile for."""
