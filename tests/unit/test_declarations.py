@@ -24,7 +24,7 @@ OPS = Path(bakeoff.__file__).parent / "ops"
 LINES = {
     line.module.rsplit(".", 1)[-1]: [name.name for name in line.names]
     for line in ast.parse((OPS / "__init__.py").read_text()).body
-    if isinstance(line, ast.ImportFrom) and line.module
+    if isinstance(line, ast.ImportFrom) and (line.module or "").startswith("bakeoff.ops.")
 }
 """The public functions by folder, as the registry's lines name them."""
 OWN = [op for op in registry.values() if op.home.startswith("bakeoff.ops.")]
