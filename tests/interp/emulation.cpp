@@ -11,6 +11,8 @@
 #define fmaf __builtin_fmaf
 #define fabsf __builtin_fabsf
 #define sqrtf __builtin_sqrtf
+#define exp2f __builtin_exp2f
+#define log2f __builtin_log2f
 
 struct float2 {
     float x, y;

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bakeoff.ops.dilated_attention import OP, kernels
+from bakeoff.ops.dilated_attention import OP, kernels, tables
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 from bakeoff.ops.dilated_attention.triton import fused
 from bakeoff.select.contests.poison import Poison
@@ -121,12 +121,12 @@ def test_passes_the_contest_verification() -> None:
 @pytest.mark.parametrize(("segments", "rates", "T"), [((8, 16), (1, 2), 50), ((6, 10), (1, 2), 47)])
 def test_intervals_are_cut_by_every_border(segments: Any, rates: Any, T: int) -> None:
     del rates
-    table = kernels.intervals(segments, T)
+    table = tables.intervals(segments, T)
     starts = sorted({start for w in segments for start in range(0, T, w)})
     assert table[:, 0].tolist() == starts
     assert table[:, 1].tolist() == [*starts[1:], T]
     cu = torch.tensor([0, 11, 30, T])
-    found = kernels.document_intervals(cu, segments, T)
+    found = tables.document_intervals(cu, segments, T)
     found = found[found[:, 1] > found[:, 0]]
     assert sum((end - start) for start, end, *_ in found.tolist()) == T
     for start, end, origin, limit in found.tolist():
@@ -138,8 +138,8 @@ def test_intervals_are_cut_by_every_border(segments: Any, rates: Any, T: int) ->
 def test_number_of_classes() -> None:
     """Long tiles where nothing is causal; none that rows can't fill; short ones where time matters."""
     segments, rates = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16)
-    assert kernels.classes_of(segments, rates, 1 << 17, 128, False) == 16
-    assert kernels.classes_of(segments, rates, 1 << 17, 128, True) < 16
-    assert kernels.classes_of((256, 1024), (1, 64), 4096, 128, False) == 1
-    assert kernels.classes_of((2048,), (8,), 1, 128, False) == 1
+    assert tables.classes_of(segments, rates, 1 << 17, 128, False) == 16
+    assert tables.classes_of(segments, rates, 1 << 17, 128, True) < 16
+    assert tables.classes_of((256, 1024), (1, 64), 4096, 128, False) == 1
+    assert tables.classes_of((2048,), (8,), 1, 128, False) == 1
     assert math.isclose(kernels.width_of(48), 64)

@@ -17,7 +17,7 @@ from bakeoff.ops.dilated_attention.kernels import BackwardTiling, ForwardTiling
 from bakeoff.ops.dilated_attention.kernels import backward as backward_kernels
 from bakeoff.ops.dilated_attention.kernels import forward as forward_kernels
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
-from bakeoff.ops.dilated_attention.tables import planned_tables
+from bakeoff.ops.dilated_attention.tables import classes_of, planned_tables
 
 __all__ = ["Fused", "attend", "fused"]
 
@@ -169,7 +169,7 @@ def _cut(
     if group.first:  # over the rows of one branch
         classes, tiles = pattern.rates[0], 1
     else:
-        classes = classes or kernels.classes_of(pattern.segments, pattern.rates, T, rows, causal)
+        classes = classes or classes_of(pattern.segments, pattern.rates, T, rows, causal)
         tiles = classes
     tables = planned_tables(plan, pattern, T, cu_seqlens)
     blocks = math.ceil(math.ceil(interval / classes) / rows)

@@ -10,9 +10,8 @@ from torch import Tensor
 from bakeoff.kernels.cuda import DATA, cuda_kernel
 from bakeoff.kernels.op import kernel_op
 from bakeoff.kernels.plan import Plan
-from bakeoff.ops.dilated_attention.kernels import classes_of
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
-from bakeoff.ops.dilated_attention.tables import planned_tables
+from bakeoff.ops.dilated_attention.tables import classes_of, planned_tables
 
 __all__ = ["SOURCE", "Tile", "cuda", "macros", "shared_bytes", "tile_of"]
 
