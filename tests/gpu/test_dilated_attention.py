@@ -7,7 +7,7 @@ from bakeoff.ops.dilated_attention import OP, dilated_attention
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 from bakeoff.select.contests.verify import verify, yardsticks
 
-IMPLS = ["eager", "flash", "cudnn", "efficient", "fused"]
+IMPLS = ["eager", "flash", "cudnn", "efficient", "fused", "cuda"]
 
 
 SMALL = [case for case in OP.cases() if case.q.shape[1] <= 2048]
@@ -18,6 +18,25 @@ GRID = [(case, impl) for case in OP.cases() if case.q.shape[1] <= 10000 for impl
 def test_kernels_pass_the_contest_verification(case):
     _, deterministic = verify(OP, OP.candidate("fused"), yardsticks(OP, case))
     assert deterministic
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("D", "dtype"), [(64, torch.float16), (80, torch.float32), (256, torch.bfloat16)], ids=str
+)
+def test_cuda_kernels_are_exact(D, dtype, causal):
+    """Those meant for older GPUs, on this one."""
+    inputs = [torch.randn(2, 700, h, D, device="cuda", dtype=dtype).requires_grad_() for h in (4, 2, 2)]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    args = ((128, 500), (1, 3), causal)
+    want = reference(*wide, *args)
+    dy = torch.randn_like(want).to(dtype)
+    for _ in range(3):  # the last is replayed
+        y = dilated_attention(*inputs, *args[:2], causal=causal, impl="cuda")
+        found = [y, *torch.autograd.grad(y, inputs, dy)]
+    exact = [want, *torch.autograd.grad(want, wide, dy.double())]
+    for mine, right in zip(found, exact, strict=True):
+        assert (mine.double() - right).norm() < max(torch.finfo(dtype).eps, 1e-6) * right.norm()
 
 
 @pytest.mark.exhaustive
