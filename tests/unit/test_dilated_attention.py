@@ -223,6 +223,22 @@ def test_long_sequences_inside_torch_compile() -> None:
         torch.testing.assert_close(results([compiled(*inputs)], inputs), results([want], inputs))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["eager", "in torch.compile"])
+def test_autocast_leaves_its_numbers_alone(whole: bool) -> None:
+    """Scores and sums stay in float32."""
+    inputs = tuple(x.detach().bfloat16().requires_grad_() for x in drawn(40))
+
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return dilated_attention(q, k, v, (8, 40), (1, 2), causal=True)
+
+    torch.compiler.reset()
+    call = torch.compile(model, backend="eager", fullgraph=True) if whole else model
+    want = results([call(*inputs)], inputs)  # type: ignore[arg-type]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = call(*inputs)
+    torch.testing.assert_close(results([y], inputs), want, rtol=0, atol=0)  # type: ignore[arg-type]
+
+
 def test_unreachable_tokens_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(declaration, "_warned", set())
     q, k, v = drawn(22)  # a kind of call that no other test has made: known ones are not checked again
@@ -232,6 +248,7 @@ def test_unreachable_tokens_are_reported_once(monkeypatch: pytest.MonkeyPatch) -
         warnings.simplefilter("error")
         dilated_attention(*drawn(23), (4, 8), (1, 4))
         dilated_attention(q, k, v, (4, 8), (1, 2))
+        dilated_attention(q, k, v, (4, 8), (1, 4), phase=phase_table((1, 4), 2, layer=1))
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -13,7 +13,10 @@ __all__ = ["check_cache", "check_fields", "check_ids", "check_kind", "check_samp
 def check_fields(config: msgspec.Struct) -> None:
     """Raises TypeError where an int, float or bool field holds another type, and ValueError where a float is
     negative or not finite."""
-    for name, kind in type(config).__annotations__.items():
+    own = [getattr(kind, "__annotations__", {}) for kind in type(config).__mro__]
+    for name, kind in (field for annotations in own for field in annotations.items()):
+        if name not in config.__struct_fields__:
+            continue
         value = getattr(config, name)
         if kind in (int, bool) and type(value) is not kind:
             raise TypeError(f"{name}={value!r} must be {'True or False' if kind is bool else 'an int'}")

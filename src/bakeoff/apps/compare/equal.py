@@ -7,7 +7,7 @@ import torch
 
 from bakeoff.apps.train import Config, recipe, resolve
 from bakeoff.errors import BakeoffError
-from bakeoff.models import build, byte_spectral, llm_med, titan_mac
+from bakeoff.models import build, byte_spectral, llm_med, longnet, titan_mac
 
 __all__ = ["TOLERANCE", "CompareError", "lengthened", "match", "pair", "parameters"]
 
@@ -90,7 +90,7 @@ def lengthened(config: Config, length: int, **train: int) -> Config:
     )
 
 
-def parameters(model: llm_med.Config | byte_spectral.Config | titan_mac.Config) -> int:
+def parameters(model: llm_med.Config | byte_spectral.Config | titan_mac.Config | longnet.Config) -> int:
     """The number of parameters of a model of this shape; shared ones count once. Allocates no memory."""
     with torch.device("meta"):
         return sum(p.numel() for p in build(model).parameters())
@@ -102,7 +102,7 @@ def match(config: Config, target: int) -> Config:
     Raises CompareError where that is not within 2 %.
     """
 
-    def sized(d_ff: int) -> llm_med.Config | byte_spectral.Config | titan_mac.Config:
+    def sized(d_ff: int) -> llm_med.Config | byte_spectral.Config | titan_mac.Config | longnet.Config:
         return msgspec.structs.replace(config.model, d_ff=d_ff)
 
     least = parameters(sized(_MULTIPLE))

@@ -34,6 +34,7 @@ from bakeoff.errors import BakeoffError
 from bakeoff.models import build
 from bakeoff.models.byte_spectral import ByteSpectralLM
 from bakeoff.models.llm_med import LLMMed
+from bakeoff.models.longnet import LongNetLM
 from bakeoff.models.titan_mac import TitanMAC
 from bakeoff.parallel import ALONE, World
 
@@ -102,7 +103,7 @@ class Checkpoint:
         self.numbers, self.tensors = numbers, tensors
         self.step = int(numbers["step"])
 
-    def model(self) -> LLMMed | ByteSpectralLM | TitanMAC:
+    def model(self) -> LLMMed | ByteSpectralLM | TitanMAC | LongNetLM:
         """The configuration's model with the saved weights. Raises CheckpointError where they don't fit."""
         built = build(self.config.model)
         needed = {name: (own.shape, own.is_floating_point()) for name, own in built.state_dict().items()}
@@ -327,7 +328,7 @@ def latest(path: str | Path) -> Checkpoint | None:
     return None
 
 
-def load_run(run_dir: str | Path) -> tuple[LLMMed | ByteSpectralLM | TitanMAC, Config]:
+def load_run(run_dir: str | Path) -> tuple[LLMMed | ByteSpectralLM | TitanMAC | LongNetLM, Config]:
     """The trained model of a run, on the CPU in evaluation mode, and the run's Config.
 
     `run_dir` is a run's folder (its newest whole checkpoint is taken) or one checkpoint's. Raises

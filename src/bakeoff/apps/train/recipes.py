@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from bakeoff.apps.train.config import Config, ConfigError, Optim, Select, Train
-from bakeoff.models import byte_spectral, llm_med, titan_mac
+from bakeoff.models import byte_spectral, llm_med, longnet, titan_mac
 
 __all__ = ["RECIPES", "recipe"]
 
@@ -72,6 +72,22 @@ def titan_mac_seed() -> Config:
     )
 
 
+def longnet_tiny() -> Config:
+    """As llm-med-tiny, attending to 64 bytes densely and to every fourth of 256."""
+    base = llm_med_tiny()
+    return msgspec.structs.replace(base, recipe="longnet-tiny", model=longnet.Config.sizes("tiny"))
+
+
+def longnet_small() -> Config:
+    """As llm-med with rows of 4,096 bytes: 256 densely, every fourth of 1,024, every 16th of 4,096."""
+    return Config(
+        recipe="longnet",
+        model=longnet.Config.sizes("small"),
+        optim=Optim(lr=1e-3),
+        train=Train(steps=2000, batch_size=12, eval_every=500),
+    )
+
+
 RECIPES: dict[str, Callable[[], Config]] = {
     "llm-med": llm_med_small,
     "llm-med-tiny": llm_med_tiny,
@@ -80,6 +96,8 @@ RECIPES: dict[str, Callable[[], Config]] = {
     "byte-spectral-tiny": byte_spectral_tiny,
     "titan-mac": titan_mac_seed,
     "titan-mac-tiny": titan_mac_tiny,
+    "longnet": longnet_small,
+    "longnet-tiny": longnet_tiny,
 }
 
 

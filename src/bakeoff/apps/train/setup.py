@@ -27,6 +27,7 @@ from bakeoff.apps.train.timing import Timer
 from bakeoff.models import build
 from bakeoff.models.byte_spectral import ByteSpectralLM
 from bakeoff.models.llm_med import LLMMed
+from bakeoff.models.longnet import LongNetLM
 from bakeoff.models.titan_mac import TitanMAC
 
 __all__ = ["Inputs", "open_inputs", "select", "set_up"]
@@ -83,7 +84,9 @@ def set_up(
         yield context
 
 
-def _model(config: Config, inputs: Inputs, device: torch.device) -> LLMMed | ByteSpectralLM | TitanMAC:
+def _model(
+    config: Config, inputs: Inputs, device: torch.device
+) -> LLMMed | ByteSpectralLM | TitanMAC | LongNetLM:
     """The model on its device, fresh or with the checkpoint's weights, once it is known not to leak."""
     torch.manual_seed(config.train.seed)
     with memory_errors("while the model was built", "make model.d_model or model.layers smaller"):

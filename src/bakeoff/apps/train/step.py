@@ -14,6 +14,7 @@ from bakeoff.apps.train.config import Config, Optim
 from bakeoff.graphs import CapturedStep, NotCapturable, capture_step
 from bakeoff.models.byte_spectral import ByteSpectralLM
 from bakeoff.models.llm_med import LLMMed
+from bakeoff.models.longnet import LongNetLM
 from bakeoff.models.titan_mac import TitanMAC
 from bakeoff.optim import AdamW, DeepNestedOptimizer, nested_groups
 from bakeoff.parallel import ALONE, World, replicas, sharded, total_norm
@@ -83,7 +84,7 @@ class Stepper:
 
     def __init__(
         self,
-        model: LLMMed | ByteSpectralLM | TitanMAC,
+        model: LLMMed | ByteSpectralLM | TitanMAC | LongNetLM,
         config: Config,
         device: torch.device,
         world: World = ALONE,

@@ -48,6 +48,7 @@ def dilated_attention(
         phase: "mod", kv head mod rate; "block", kv head // ceil(Hk / rate), as torchscale has it; or a table,
             a row for each branch with the phase of each kv head. Where H < rate some phases never occur, and
             a warning says which share of the tokens that leaves out; `phase_table` gives layers their own.
+            Of a table nothing is said: what it leaves out other layers may reach.
         combine_grad: "exact", or "detached": the mixing weights are constants in backward, as in models
             that were trained so.
         cu_seqlens: [documents + 1], int32 or int64, the borders of documents packed into one row (B = 1), not

@@ -6,7 +6,7 @@ its own, a branch's ordinary backward gives its share of the exact gradient.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -196,11 +196,24 @@ def _widened(*tensors: Tensor) -> list[Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
+def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of q and more, with products in the dtypes it names: autocast would round its scores."""
+
+    @wraps(function)
+    def run(q: Tensor, *rest: Any, **named: Any) -> Any:
+        if q.is_meta or not torch.is_autocast_enabled(q.device.type):
+            return function(q, *rest, **named)
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *rest, **named)
+
+    return run
+
+
 BACKENDS = {
     "flash": Backend(_flash, _flash_backward),
     "cudnn": Backend(_cudnn, _cudnn_backward),
     "efficient": Backend(_efficient, _efficient_backward),
-    "math": Backend(_math, _math_backward),
+    "math": Backend(_exact(_math), _exact(_math_backward)),
 }
 
 
@@ -361,7 +374,7 @@ def eager(
     args = (q, k, v, segments, rates, causal, phase, combine_grad, cu_seqlens, scale, return_lse)
     watched = torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active()
     if watched or (is_compiling() and q.shape[0] * q.shape[2] * q.shape[1] ** 2 <= _DENSE):
-        return reference(*args)
+        return _exact(reference)(*args)
     return branches("", *args)
 
 

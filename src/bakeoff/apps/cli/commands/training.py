@@ -50,7 +50,7 @@ def train(**values: Any) -> None:
     """Train a recipe on bytes.
 
     RECIPE is llm-med-tiny (the default; a minute on 4 CPU cores), llm-med, llm-med-base, byte-spectral-tiny,
-    byte-spectral, titan-mac-tiny or titan-mac.
+    byte-spectral, titan-mac-tiny, titan-mac, longnet-tiny or longnet.
     Settings come from the recipe, then the --config file, then KEY=VALUE arguments; the last one counts.
     Ctrl-C finishes the step, saves and measures; the same command with --out goes on from there.
 

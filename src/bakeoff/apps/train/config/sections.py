@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from bakeoff.errors import BakeoffError
-from bakeoff.models import byte_spectral, llm_med, titan_mac
+from bakeoff.models import byte_spectral, llm_med, longnet, titan_mac
 
 __all__ = [
     "Config",
@@ -157,7 +157,7 @@ class Config(Section, frozen=True):
     """All of a run. Every field has a default; recipes are Configs with other defaults."""
 
     recipe: str = "llm-med"
-    model: llm_med.Config | byte_spectral.Config | titan_mac.Config = llm_med.Config()
+    model: llm_med.Config | byte_spectral.Config | titan_mac.Config | longnet.Config = llm_med.Config()
     data: Data = Data()
     optim: Optim = Optim()
     train: Train = Train()

@@ -92,6 +92,8 @@ def _expected(key_type: Any, value: object) -> str:
     """The type that `value` does not have, in words, with the bound that it exceeds."""
     if typing.get_origin(key_type) is Literal:
         return f"one of {', '.join(typing.get_args(key_type))}"
+    if typing.get_origin(key_type) is tuple:
+        return "a list of int, such as [256, 1024]"
     metas: tuple[Meta, ...] = ()
     if typing.get_origin(key_type) is Annotated:
         key_type, *rest = typing.get_args(key_type)
