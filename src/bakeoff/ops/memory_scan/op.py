@@ -159,9 +159,10 @@ def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> torch.Tenso
 
 
 def heuristic(case: Case, regime: str) -> str:
-    """The kernels wherever they can run: they launch a tenth of what plain PyTorch does."""
-    del regime
-    return "triton" if case.device.startswith("cuda") and triton_supports(case) is None else "eager"
+    """Plain PyTorch. On an H200 the kernels are 9 times as fast as `chunked`, but verification there rejects
+    them for some cases, bfloat16 with chunks of 64 among them: only a contest may choose them."""
+    del case, regime
+    return "eager"
 
 
 def triton_supports(case: Case) -> str | None:
