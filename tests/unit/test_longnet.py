@@ -1,4 +1,4 @@
-"""LongNetLM: causality, reach, decoding, training, what it refuses."""
+"""LongNetLM: causality, reach, decoding, training. ImageLongNet: places, orders. What both refuse."""
 
 import io
 import math
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch import Tensor
 
 import bakeoff
 from bakeoff.apps.compare import match, pair, parameters
@@ -16,7 +17,7 @@ from bakeoff.apps.train import load_run, recipe, resolve, train
 from bakeoff.apps.train.config import Config as RunConfig
 from bakeoff.apps.train.config import ConfigError
 from bakeoff.apps.train.metrics import read_metrics
-from bakeoff.models.longnet import SIZES, Cache, Config, LongNetLM
+from bakeoff.models.longnet import SIZES, Cache, Config, ImageConfig, ImageLongNet, LongNetLM
 
 SMALL: dict[str, Any] = {
     "d_model": 16, "layers": 2, "heads": 2, "segments": (4, 8, 64), "rates": (1, 2, 4), "max_seq_len": 40,
@@ -349,3 +350,148 @@ def test_it_is_compared_with_equal_parameters() -> None:
     assert abs(parameters(match(first, target).model) - target) <= 0.02 * target
     assert recipe("longnet").model == Config.sizes("small")
     assert isinstance(RunConfig(model=Config()).model, Config)
+
+
+# images ---------------------------------------------------------------------------------------------------
+
+IMAGE: dict[str, Any] = {
+    "shape": (8, 12), "patch": 2, "channels": 2, "d_model": 16, "layers": 2, "heads": 2, "segments": (4, 24),
+    "rates": (1, 2), "classes": 5,
+}  # fmt: skip
+IMAGES: dict[str, dict[str, Any]] = {
+    "classes": {},
+    "tiles": {"order": "tile", "tile": 2},
+    "cells": {"labels": "cell", "order": "morton"},
+    "symbols": {"shape": (5, 7), "patch": 1, "channels": 0, "symbols": 9, "labels": "cell"},
+    "volume": {"shape": (4, 4, 6), "kv_heads": 1, "order": "snake"},
+}
+EVERY_IMAGE = pytest.mark.parametrize("changes", IMAGES.values(), ids=IMAGES.keys())
+
+
+def image_model(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[ImageLongNet, Tensor, Tensor]:
+    """A model far from its start, images and targets."""
+    torch.manual_seed(0)
+    config = ImageConfig(**{**IMAGE, **changes})
+    model = ImageLongNet(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    images = torch.randn(3, config.channels, *config.shape, dtype=dtype)
+    if config.symbols:
+        images = torch.randint(config.symbols, (3, *config.shape))
+    targets = torch.randint(config.classes, (3, *(config.grid if config.labels == "cell" else ())))
+    return model.to(dtype), images, targets
+
+
+@EVERY_IMAGE
+def test_images_have_logits_a_loss_and_gradients(changes: dict[str, Any]) -> None:
+    model, images, targets = image_model(torch.float32, **changes)
+    logits, none = model(images)
+    assert none is None
+    assert logits.shape == (*targets.shape, 5)
+    hidden, loss = model(images, targets)
+    assert hidden is None
+    torch.testing.assert_close(loss, -logits.log_softmax(-1).gather(-1, targets[..., None]).mean())
+    loss.backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()]
+    assert without == []
+
+
+@EVERY_IMAGE
+def test_an_order_changes_nothing_where_attention_is_full(changes: dict[str, Any]) -> None:
+    """Labels return to their cells, and places travel with them."""
+    full = {**changes, "segments": (4096,), "rates": (1,), "tile": 0}
+    model, images, _ = image_model(**{**full, "order": "row"})
+    for order in ("tile", "snake", "morton", "hilbert"):
+        other, _, _ = image_model(**{**full, "order": order})
+        torch.testing.assert_close(other(images)[0], model(images)[0])
+
+
+def test_a_cell_is_its_own_pixels_in_every_order() -> None:
+    """Without attention's branch a cell's logits depend on its patch alone."""
+    model, images, _ = image_model(labels="cell", order="hilbert")
+    for block in model.blocks:
+        block.attention.out.weight.data.zero_()
+    other = images.clone()
+    other[:, :, 2:4, 8:10] += 1  # the cell in row 1 and column 4
+    moved = (model(images)[0] - model(other)[0]).abs().amax((0, 3)).nonzero()
+    assert moved.tolist() == [[1, 4]]
+
+
+def test_images_go_through_torch_compile_autocast_and_the_meta_device() -> None:
+    model, images, targets = image_model(torch.float32, labels="cell")
+    torch.compiler.reset()
+    call = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
+    torch.testing.assert_close(call(images, targets)[1], model(images, targets)[1])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(model(images, targets)[1], model(images, targets)[1])
+    with torch.device("meta"):
+        empty = ImageLongNet(model.config)
+        assert empty(torch.zeros(2, 2, 8, 12))[0].shape == (2, 4, 6, 5)
+    empty = empty.to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict())
+    assert torch.equal(empty(images)[0], model(images)[0])
+
+
+@pytest.mark.parametrize("order", ["hilbert", "row"])
+def test_neighbours_in_the_grid_are_learned_from_where_the_order_brings_them_together(order: Any) -> None:
+    """A cell's label is the colour of the one point in its own 4 x 4 corner, which is a stretch of 16 cells of
+    a Hilbert curve. In row order 16 cells are two rows, which hold half of the points."""
+    torch.manual_seed(0)
+    shape = {**IMAGE, "shape": (8, 8), "patch": 1, "channels": 0, "symbols": 5, "labels": "cell"}
+    branches = {"segments": (16,), "rates": (1,), "layers": 1, "d_model": 32}
+    model = ImageLongNet(ImageConfig(**{**shape, **branches, "order": order}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def drawn() -> tuple[Tensor, Tensor]:
+        colours = torch.randint(1, 5, (16, 2, 2, 1))
+        corners = torch.zeros(16, 2, 2, 16, dtype=torch.long)
+        corners.scatter_(3, torch.randint(16, colours.shape), colours)
+        images = corners.view(16, 2, 2, 4, 4).transpose(2, 3).reshape(16, 8, 8)
+        return images, colours[..., 0].repeat_interleave(4, 1).repeat_interleave(4, 2)
+
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(*drawn())[1].backward()
+        optimizer.step()
+    images, labels = drawn()
+    with torch.no_grad():
+        right = (model(images)[0].argmax(-1) == labels).float().mean().item()
+    assert right > 0.97 if order == "hilbert" else right < 0.8
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"shape": (8,)}, ValueError, r"shape=\(8,\) must be 2 or 3 multiples of patch=2"),
+        ({"shape": (8, 9)}, ValueError, "multiples of patch=2"),
+        ({"shape": [8, 8]}, TypeError, "must be a tuple of int"),
+        ({"symbols": 3}, ValueError, "one of them is above 0"),
+        ({"channels": 0, "symbols": 3}, ValueError, "patch=2 must be 1"),
+        ({"order": "random"}, ValueError, "order='random' must be one of row, tile"),
+        ({"labels": "pixel"}, ValueError, "labels='pixel' must be one of image, cell"),
+        ({"tile": 4}, ValueError, "tile=4 .* belongs to order='tile'"),
+        ({"d_model": 4}, ValueError, "heads of 2 are too narrow: .* d_model=8 is enough"),
+        ({"classes": 0}, ValueError, "classes=0 must be at least 1"),
+        ({"rates": (1, 8)}, ValueError, "up to rate 4"),
+    ],
+)
+def test_an_image_shape_that_contradicts_itself_is_refused(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        ImageConfig(**{**IMAGE, **changes})
+
+
+def test_images_of_another_form_are_refused() -> None:
+    model, images, targets = image_model(torch.float32)
+    with pytest.raises(ValueError, match=r"images have shape \(3, 2, 8\), expected"):
+        model(images[..., 0])
+    with pytest.raises(TypeError, match=r"call images.float\(\)"):
+        model(images.long())
+    with pytest.raises(ValueError, match=r"targets have shape \(2,\), expected \(3,\)"):
+        model(images, targets[:2])
+    with pytest.raises(TypeError, match=r"targets are torch.float32"):
+        model(images, targets.float())
+    with pytest.raises(TypeError, match=r"config must be a bakeoff.models.longnet.ImageConfig"):
+        ImageLongNet(Config(**SMALL))  # type: ignore[arg-type]
