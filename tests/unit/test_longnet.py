@@ -435,8 +435,8 @@ def test_images_go_through_torch_compile_autocast_and_the_meta_device() -> None:
 
 @pytest.mark.parametrize("order", ["hilbert", "row"])
 def test_neighbours_in_the_grid_are_learned_from_where_the_order_brings_them_together(order: Any) -> None:
-    """A cell's label is the colour of the one point in its own 4 x 4 corner, which is a stretch of 16 cells of
-    a Hilbert curve. In row order 16 cells are two rows, which hold half of the points."""
+    """A cell's label is the colour of the one point in its own 4 x 4 corner: 16 cells in a row of a Hilbert
+    curve. In row order 16 cells are two rows, which hold half of the points."""
     torch.manual_seed(0)
     shape = {**IMAGE, "shape": (8, 8), "patch": 1, "channels": 0, "symbols": 5, "labels": "cell"}
     branches = {"segments": (16,), "rates": (1,), "layers": 1, "d_model": 32}
