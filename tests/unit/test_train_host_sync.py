@@ -52,6 +52,24 @@ ALLOWED: dict[str, dict[str, str]] = {
         "ByteCorpus._map": "NumPy integers of file sizes",
         "split": "a share of a number of bytes",
     },
+    "models/longnet.py": {
+        "LongNetLM.flops_per_token": "a number of FLOPs, of the configuration",
+        "ImageConfig.__post_init__": "numbers of the configuration",
+    },
+    "models/titan_mac.py": {
+        "TitanMAC.flops_per_token": "a number of FLOPs, of the configuration",
+    },
+    "nn/last_layer.py": {
+        "last_layer_stream": "a count of tokens on the host; one on the device is for steps of a CUDA graph, "
+        "which the last layer's plain PyTorch doesn't have",
+    },
+    "nn/memory_state.py": {
+        "NeuralMemoryState.save": "a file, between steps",
+        "NeuralMemoryState.load": "a file, between steps",
+    },
+    "optim/nested.py": {
+        "DeepNestedOptimizer._gather": "a period, a number of the configuration",
+    },
     "optim/groups.py": {
         "ParamGroup.rate": "a rate on the CPU, for parameters on the CPU",
     },
