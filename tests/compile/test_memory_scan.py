@@ -10,7 +10,13 @@ from bakeoff.ops.memory_scan.kernels import backward_keys, backward_queries, for
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 # Bytes of local memory a thread.
-SPILLS = {("_learn", "sm_100"): 24, "_from_answers": 8, "_to_states": 168}
+SPILLS = {
+    ("_learn", "sm_100"): 24,
+    ("_to_errors", "sm_100"): 16,
+    ("_to_tokens", "sm_100"): 8,
+    "_from_answers": 8,
+    "_to_states": 168,
+}
 TOKENS = {"q", "k", "v", "do", "o", "dq", "dk", "dv"}
 CHUNKS = ["_hidden", "_errors", "_learn", "_query_hidden", "_answers", "_from_answers", "_to_tokens",
           "_to_slopes", "_to_errors", "_to_states", "_to_keys"]  # fmt: skip
