@@ -253,12 +253,15 @@ def cuda_supports(case: Case) -> str | None:
 def heuristic(case: Case, regime: str) -> str:
     """cuDNN branch by branch where every branch is one call of many keys: on an H200 it takes 0.6 to 0.9 of
     the fused kernels' time there. These elsewhere: uneven lengths, documents, few keys, inside torch.compile,
-    where code around the branches isn't compiled once more. Where Triton can't compile, CUDA C++."""
+    where code around the branches isn't compiled once more. Where Triton can't compile, CUDA C++. Plain
+    PyTorch where no branch is dense: there verification on an H200 rejected the fused kernels once."""
     if fused_supports(case):
         return "eager"
     if hardware.without_triton(case.device):
         return "eager" if cuda_supports(case) else "cuda"
     pattern = pattern_of(case.segments, case.rates, case.phase, case.k.shape[2])
+    if pattern.rates[0] > 1:
+        return "eager"
     T = case.q.shape[1]
     keys = min(min(w, T) // r for w, r in zip(pattern.segments, pattern.rates, strict=True))
     long = keys >= 1024 and branches.even(pattern, T) and not branches.supports(case, "cudnn")

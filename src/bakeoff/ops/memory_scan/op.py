@@ -159,8 +159,8 @@ def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> torch.Tenso
 
 
 def heuristic(case: Case, regime: str) -> str:
-    """Plain PyTorch. On an H200 the kernels are 9 times as fast as `chunked`, but verification there rejects
-    them for some cases, bfloat16 with chunks of 64 among them: only a contest may choose them."""
+    """Plain PyTorch: on an H200 verification rejects the kernels for some cases, bfloat16 with chunks of 64
+    among them. Only a contest, which verifies, may choose them."""
     del case, regime
     return "eager"
 
