@@ -240,7 +240,15 @@ def test_train_resume_generate(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "run"
     first = ok("train", *UNTUNED, "--data", text, "--out", out)
     assert "held-out bits per byte: " in first
-    assert "rms_norm(x=fp32[64,32]'" in first  # the selection table
+    assert "calls measured, " in first
+    assert "candidate" not in first
+    explained = ok("explain", out)
+    assert "rms_norm(x=fp32[64,32]'" in explained
+    assert "not measured" in explained
+    assert f"bakeoff explain {out}` lists them" in first
+    refused = cli("explain", tmp_path)
+    assert refused.exit_code == 1
+    assert "holds no selection.json" in refused.stderr
     assert f"bakeoff generate {out}" in first
     again = ok("train", *SMALL, "select.tune=false", "train.steps=3", "--data", text, "--out", out)
     assert "3 steps" in again

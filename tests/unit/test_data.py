@@ -97,7 +97,7 @@ def test_of_large_data_the_digest_reads_pieces(tmp_path: Path, monkeypatch: pyte
 
 
 def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "OPEN_MAPS", 3)
+    monkeypatch.setattr(data, "OPEN_FILES", 3)
     corpus, text = corpus_of(tmp_path, [5] * 40)
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert corpus.read(0, 200).tobytes() == text
@@ -151,6 +151,7 @@ def test_a_file_that_changes_under_the_run_is_named(tmp_path: Path) -> None:
     assert len(corpus.read(0, 10)) == 10
     with pytest.raises(DataError, match=r"001.bin shrank from 10 to 3 bytes"):
         corpus.read(5, 10)
+    corpus, _ = corpus_of(tmp_path, [10, 10])
     (tmp_path / "001.bin").unlink()
     with pytest.raises(DataError, match=r"can't read .*001.bin any more"):
         corpus.read(15, 1)

@@ -220,7 +220,7 @@ def test_an_interruption_before_the_first_step_has_no_way_on(
     unstarted = SimpleNamespace(checkpoint=None, stopped="SIGTERM", signal="SIGTERM")
     monkeypatch.setattr("bakeoff.apps.cli.demo.train", lambda *_, **__: unstarted)
     done = demo("--data", text, "--out", "out")
-    assert done.exit_code == 130
+    assert done.exit_code == 143
     assert "to finish" not in done.stdout
 
 

@@ -21,10 +21,14 @@ ALLOWED: dict[str, dict[str, str]] = {
     "apps/train/step.py": {
         "Stepper.read": "the log point: one read for all that was counted",
         "Stepper.bits_per_byte": "a measurement on held-out data, between steps",
+        "Stepper.skipped_in_a_row": "a checkpoint, between steps",
     },
     "apps/train/saving.py": {
         "_weights": "a checkpoint, between steps",
         "_rank_state": "a checkpoint, between steps",
+    },
+    "apps/train/metrics.py": {
+        "Resumed.keeps": "a number from a file",
     },
     "apps/train/reporting.py": {
         "report_steps": "the log point, on numbers that Stepper.read gave",
@@ -49,7 +53,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "apps/train/data.py": {
         "ByteCorpus.__len__": "NumPy integers of file sizes",
         "ByteCorpus.read": "NumPy integers of file sizes",
-        "ByteCorpus._map": "NumPy integers of file sizes",
+        "ByteCorpus._fill": "NumPy integers of file sizes",
         "split": "a share of a number of bytes",
     },
     "models/longnet.py": {

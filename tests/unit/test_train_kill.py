@@ -1,92 +1,39 @@
 """Runs that are killed, run out of disk, or are asked to end lose only the steps since the last save."""
 
-import contextlib
 import errno
+import io
+import itertools
 import os
+import random
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from bakeoff.apps.train import checkpoint
+from bakeoff.apps.cli import main
+from bakeoff.apps.train import checkpoint, resolve, setup, train
 from bakeoff.apps.train.checkpoint import State, latest, steps
 from bakeoff.apps.train.config import Config, Data, Metrics, Optim, Select, Train, to_toml
 from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.apps.train.signals import Stopped, StopSignals
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.llm_med import LLMMed
+from tests.unit.forked import Forked
 
 KILLS = 25
-LIMIT_S = 240  # for what takes seconds on a machine with nothing else to do
-
-# Forks one process an attempt, which trains until it is killed, a moment after it has saved some steps or has
-# begun to save, or is done. The parent has made a step, so that an attempt starts at once.
-PROGRAM = """
-    import glob, os, random, signal, sys, time
-    import torch
-    torch.set_num_threads(1)
-    from bakeoff.apps.train import Config, resolve, train
-
-    file, whole, killed, kills = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
-
-    def saving(folder):
-        checkpoints = os.path.join(folder, "checkpoints")
-        return os.path.isdir(checkpoints) and any(n.startswith(".partial") for n in os.listdir(checkpoints))
-
-    def newest(folder):
-        return max((int(path[-8:]) for path in glob.glob(folder + "/checkpoints/step-*")), default=0)
-
-    def attempt(folder, saves=None, patience=0.0):
-        before = newest(folder)
-        child = os.fork()
-        if child == 0:
-            try:
-                train(resolve(Config(), file, [f"train.run_dir={folder}"]))
-                os._exit(0)
-            except BaseException:
-                import traceback
-                traceback.print_exc()
-                os._exit(3)
-        if saves is not None:  # wait for so many, if 0 for one to begin, or for the end
-            ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            while not (newest(folder) >= before + saves if saves else saving(folder)):
-                if os.waitid(os.P_PID, child, ended) is not None:
-                    break
-                time.sleep(0.0002)
-            time.sleep(patience)
-            os.kill(child, signal.SIGKILL)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    train(resolve(Config(), file, [f"train.run_dir={whole}-warm", "train.steps=1"]))
-    assert attempt(whole) == 0
-    draw = random.Random(0)
-    ends, torn = [], 0
-    for number in range(kills):
-        if saving(killed):
-            torn += 1
-            for left in glob.glob(killed + "/checkpoints/.partial-*"):
-                os.rename(left, f"{killed}/left-{number}")
-        saves = draw.randint(1, 4) if number % 2 else 0
-        ends.append(attempt(killed, saves, draw.uniform(0.0, 0.004)))
-        if ends[-1] == 0:
-            break
-        assert ends[-1] == -signal.SIGKILL, ends
-    while ends[-1] != 0:
-        ends.append(attempt(killed))
-    print(sum(end != 0 for end in ends), torn)
-"""
+QUIET = Console(file=io.StringIO())
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Path:
-    """A run of 60 steps with dropout that saves at every step."""
+def settings(tmp_path: Path) -> Iterator[Path]:
+    """A run of 60 steps with dropout that saves at every step. Something has been trained before, so that a
+    fork begins at once."""
     (tmp_path / "text.txt").write_text("".join(f"{n} lazy dogs and {n % 7} foxes\n" for n in range(500)))
     config = Config(
         model=ModelConfig(d_model=16, layers=1, heads=2, max_seq_len=16, dropout=0.1),
@@ -101,26 +48,54 @@ def settings(tmp_path: Path) -> Path:
     )  # fmt: skip
     file = tmp_path / "run.toml"
     file.write_text(to_toml(config))
-    return file
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the forks
+    train(resolve(config, None, [f"train.run_dir={tmp_path / 'warm'}", "train.steps=1"]), console=QUIET)
+    yield file
+    torch.set_num_threads(before)
+
+
+def newest(run_dir: Path) -> int:
+    return max((int(folder.name[-8:]) for folder in steps(run_dir)), default=0)
+
+
+def saving(run_dir: Path) -> list[Path]:
+    return [path for path in run_dir.glob("checkpoints/.partial-step-*") if path.name[-1].isdigit()]
 
 
 def test_a_run_killed_many_times_repeats_the_whole_run_bit_for_bit(settings: Path, tmp_path: Path) -> None:
+    """Each process trains until it is killed, a moment after it has saved some steps or has begun to save."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    command = [
-        sys.executable,
-        "-c",
-        textwrap.dedent(PROGRAM),
-        str(settings),
-        str(whole),
-        str(killed),
-        str(KILLS),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
-    kills, torn = map(int, done.stdout.split())
+
+    def attempt(run_dir: Path) -> None:
+        train(resolve(Config(), settings, [f"train.run_dir={run_dir}"]), console=QUIET)
+
+    attempt(whole)
+    draw = random.Random(0)
+    torn = 0
+    out = tmp_path / "out"
+    for number in range(KILLS):
+        for left in saving(killed):
+            torn += 1
+            left.rename(killed / f"left-{number}-{left.name}")
+        before, saves = newest(killed), draw.randint(1, 4) if number % 2 else 0
+        with Forked(lambda: attempt(killed), out) as process:
+            while not process.ended():
+                if newest(killed) >= before + saves if saves else saving(killed):
+                    break
+                time.sleep(0.0002)
+            time.sleep(draw.uniform(0.0, 0.004))
+            status = process.end(signal.SIGKILL)
+        assert status in (0, -signal.SIGKILL), process.said()
+        if status == 0:
+            break
+    kills = number if status == 0 else KILLS
+    if status:
+        with Forked(lambda: attempt(killed), out) as process:
+            assert process.end() == 0, process.said()
     assert kills >= 10
     assert torn >= 3, "hardly a kill came in the middle of a save"
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in out.read_text()
     curves = []
     for run in (whole, killed):
         rows = [row for row in read_metrics(run / "metrics.jsonl") if row["event"] == "train"]
@@ -169,46 +144,19 @@ def test_a_disk_that_fills_up_while_saving_leaves_what_was_there(
     assert [folder.name for folder in steps(tmp_path)] == ["step-00000001", "step-00000003"]
 
 
-@contextlib.contextmanager
-def started(command: list[str], sign: Callable[[], bool]) -> Iterator[subprocess.Popen[str]]:
-    """The command once `sign` is seen, which is not left running."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        limit = time.monotonic() + LIMIT_S
-        while not (seen := sign()) and time.monotonic() < limit and process.poll() is None:
-            time.sleep(0.05)
-        assert seen, f"ended with status {process.poll()} (None: still runs) before the sign was seen"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def command(settings: Path, *words: str) -> None:
+    main(["train", "--config", str(settings), *words])
 
 
-# The command, which hears SIGHUP even if these tests run under nohup.
-HEARING = """
-    import signal
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    from bakeoff.apps.cli import main
-    main()
-"""
-
-
-EXHAUSTIVE = pytest.mark.exhaustive  # each signal is sent in one place at least, each place hears one
-
-
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGTERM, marks=EXHAUSTIVE), signal.SIGINT, signal.SIGHUP]
-)
-def test_a_signal_ends_the_command_with_a_checkpoint_and_status_0(
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_command_with_a_checkpoint_and_its_own_status(
     number: signal.Signals, settings: Path, tmp_path: Path
 ) -> None:
-    overrides = ["train.steps=100000", "train.checkpoint_every=0"]
-    command = [sys.executable, "-c", textwrap.dedent(HEARING), "train", "--config", str(settings), *overrides]
     metrics = tmp_path / "run" / "metrics.jsonl"
-    with started(command, lambda: metrics.exists() and b'"train"' in metrics.read_bytes()) as process:
-        process.send_signal(number)
-        _, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, said
+    endless = ["train.steps=100000", "train.checkpoint_every=0"]
+    with Forked(lambda: command(settings, *endless), tmp_path / "out") as process:
+        process.wait_for(lambda: metrics.exists() and b'"train"' in metrics.read_bytes())
+        assert process.end(number) == 128 + number, process.said()
     found = latest(tmp_path / "run")
     rows = read_metrics(metrics)
     assert found is not None
@@ -236,91 +184,90 @@ def test_a_terminal_that_closes_may_say_so_twice_and_nohup_holds() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("place", ["a pipe", "a full disk"])
-def test_training_outlives_its_standard_output(place: str, settings: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bakeoff", "train", "--config", str(settings)]
-    command += ["metrics.console=true", "train.checkpoint_every=0"]
-    out = subprocess.PIPE if place == "a pipe" else os.open("/dev/full", os.O_WRONLY)
-    process = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True)
-    if process.stdout:
-        process.stdout.close()
-    else:
-        os.close(out)
-    assert process.stderr is not None
-    said = " ".join(process.stderr.read().split())
-    assert process.wait(timeout=LIMIT_S) == 0, said
-    assert said.count("can't print") == 1
-    assert ("Broken pipe" if place == "a pipe" else "No space left") in said
-    found = latest(tmp_path / "run")
-    assert found is not None
-    assert found.step == 60
+BRIEF = ("metrics.console=true", "train.checkpoint_every=0", "train.steps=6", "train.eval_rows=1")
 
 
-def test_training_outlives_all_its_output(settings: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "why"), [("a pipe", "Broken pipe"), ("a full disk", "No space left")])
+def test_training_outlives_its_standard_output(
+    place: str, why: str, settings: Path, tmp_path: Path, nowhere: int
+) -> None:
+    out = nowhere if place == "a pipe" else os.open("/dev/full", os.O_WRONLY)
+    said = tmp_path / "said"
+
+    def act() -> None:
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+        command(settings, *BRIEF)
+
+    with Forked(act, out) as process:
+        assert process.end() == 0, said.read_text()
+    text = " ".join(said.read_text().split())
+    assert text.count("can't print") == 1
+    assert why in text
+    assert newest(tmp_path / "run") == 6
+
+
+def test_training_outlives_all_its_output(settings: Path, tmp_path: Path, nowhere: int) -> None:
+    with Forked(lambda: command(settings, *BRIEF), nowhere) as process:
+        assert process.end() == 0
+    assert newest(tmp_path / "run") == 6
+
+
+@pytest.fixture
+def nowhere() -> Iterator[int]:
+    """A pipe that nobody reads."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "bakeoff", "train", "--config", str(settings)]
-    command += ["metrics.console=true", "train.checkpoint_every=0"]
-    done = subprocess.run(command, stdout=writer, stderr=writer, timeout=LIMIT_S)
+    yield writer
     os.close(writer)
-    assert done.returncode == 0
-    assert steps(tmp_path / "run")[-1].name == "step-00000060"
 
 
-# The command, which lingers where `place` says and leaves a file there as a sign; at the end, until the
-# signal has been sent.
-LINGERING = """
-    import sys, time
-    from pathlib import Path
-    from bakeoff.apps.cli import main
-    from bakeoff.apps.train import setup
+def linger(place: str, sign: Path) -> None:
+    """Lets a run wait at this place, and leave a file as a sign; at the end, until the signal was sent."""
+    measure, seen = setup.Stepper.bits_per_byte, itertools.count()
 
-    place, sign = sys.argv.pop(1), Path(sys.argv.pop(1))
-    measure, seen = setup.Stepper.bits_per_byte, []
-
-    def linger(*args):
+    def wait(*_: object) -> None:
         sign.touch()
         limit = time.monotonic() + 60
         while time.monotonic() < limit and not (place == "end" and sign.with_name("sent").exists()):
-            time.sleep(0.05)
+            time.sleep(0.01)
 
-    def measured(stepper, rows):
-        seen.append(rows)
-        if place == ("start", "end")[len(seen) > 1]:
-            linger()
-        return measure(stepper, rows)
+    def measured(stepper: Any, rows: Any) -> float:
+        if place == ("start" if next(seen) == 0 else "end"):
+            wait()
+        return float(measure(stepper, rows))
 
-    setup.Stepper.bits_per_byte = measured
+    setup.Stepper.bits_per_byte = measured  # type: ignore[method-assign]
     if place == "leak check":
-        setup.check_leaks = linger
-    main()
-"""
+        setup.check_leaks = wait  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
     ("place", "said", "steps_made"),
     [
         ("leak check", "stopped before the first step; nothing to save", 0),
         ("start", "stopped before the first step; nothing to save", 0),
-        ("end", "the run was over at step 60, saved", 60),
+        ("end", "the run was over at step 6, saved", 6),
     ],
 )
-def test_a_signal_outside_the_steps_ends_the_command_with_status_0(
+def test_a_signal_outside_the_steps_is_obeyed_at_once_or_comes_too_late(
     place: str, said: str, steps_made: int, number: signal.Signals, settings: Path, tmp_path: Path
 ) -> None:
     sign = tmp_path / "sign"
-    command = [sys.executable, "-c", textwrap.dedent(LINGERING), place, str(sign), "train"]
-    command += ["--config", str(settings), "metrics.console=true", "train.checkpoint_every=0"]
-    if place == "leak check":
-        command.append("train.leak_check=true")
-    with started(command, sign.exists) as process:
-        process.send_signal(number)
+    leak_check = ["train.leak_check=true"] if place == "leak check" else []
+
+    def act() -> None:
+        linger(place, sign)
+        command(settings, *BRIEF, *leak_check)
+
+    with Forked(act, tmp_path / "out") as process:
+        process.wait_for(sign.exists)
+        os.kill(process.pid, number)
         sign.with_name("sent").touch()
-        out, error = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, error
-    assert "Traceback" not in error
-    assert f"{number.name}: {said}" in out
+        status = process.end()
+    assert status == (0 if place == "end" else 128 + number), process.said()
+    assert "Traceback" not in process.said()
+    assert f"{number.name}: {said}" in process.said()
     found = latest(tmp_path / "run")
     assert (found.step if found else 0) == steps_made
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -5,10 +5,8 @@ import errno
 import functools
 import io
 import logging
+import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +30,7 @@ from bakeoff.apps.train import (
     train,
 )
 from bakeoff.apps.train.checkpoint import CheckpointError, State, latest
-from bakeoff.apps.train.config import Config, Metrics, Optim, Select, Train, to_toml
+from bakeoff.apps.train.config import Config, Metrics, Optim, Select, Train
 from bakeoff.apps.train.config import Data as DataConfig
 from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.apps.train.step import Stepper
@@ -226,7 +224,7 @@ def test_a_signal_while_a_run_takes_up_another_leaves_that_as_it_was(
 
     monkeypatch.setattr(setup, "check_leaks", interrupted)
     out = io.StringIO()
-    talking = resolve(base, None, ["train.leak_check=true", "metrics.console=true", "train.steps=5"])
+    talking = resolve(base, None, ["train.leak_check=true", "metrics.console=true", "train.steps=6"])
     second = train(talking, console=Console(file=out, width=200))
     assert (second.steps, second.stopped, second.checkpoint) == (5, "SIGTERM", None)
     assert second.bits_per_byte_before == first.bits_per_byte_before
@@ -258,28 +256,32 @@ def test_a_signal_during_the_last_measurement_lets_it_end(
     assert end["held_out_bits_per_byte"] == result.bits_per_byte_after
 
 
+def killed_after(steps: int) -> None:
+    """Lets this process die without a word once it has made so many steps."""
+
+    class Killed(Stepper):
+        made = 0
+
+        def __call__(self, rows: torch.Tensor, lr: float) -> None:
+            super().__call__(rows, lr)
+            self.made += 1
+            if self.made == steps:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    setup.Stepper = Killed  # type: ignore[misc]
+
+
 def test_a_killed_run_repeats_what_it_lost(base: Config, tmp_path: Path) -> None:
     whole = resolve(base, None, [f"train.run_dir={tmp_path / 'whole'}"])
     train(whole, console=QUIET)
-    program = """
-        import os, signal, sys
-        from bakeoff.apps.train import resolve, setup, train
-        from bakeoff.apps.train.config import Config
-        class Killed(setup.Stepper):
-            def __call__(self, rows, lr):
-                super().__call__(rows, lr)
-                self.made = getattr(self, "made", 0) + 1
-                if self.made == 10:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        setup.Stepper = Killed
-        train(resolve(Config(), sys.argv[1]))
-    """
-    (tmp_path / "given.toml").write_text(to_toml(base))
-    threads = f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
-    done = subprocess.run(
-        [sys.executable, "-c", threads + textwrap.dedent(program), str(tmp_path / "given.toml")], timeout=120
-    )
-    assert done.returncode == -signal.SIGKILL
+    child = os.fork()
+    if child == 0:
+        try:
+            killed_after(10)
+            train(base, console=QUIET)
+        finally:
+            os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert [row["step"] for row in rows(base)] == [3, 6, 9]
     found = latest(base.train.run_dir)
     assert found is not None
@@ -524,8 +526,9 @@ def test_selection_is_what_the_configuration_says(base: Config, monkeypatch: pyt
     )
     train(short, console=QUIET)
     assert budgets == [7.0]
-    for policy in ("off", "heuristic"):
-        result = train(resolve(short, None, [f"select.policy={policy}"]), console=QUIET)
+    for steps, policy in enumerate(("off", "heuristic"), start=2):
+        settings = [f"select.policy={policy}", f"train.steps={steps}"]
+        result = train(resolve(short, None, settings), console=QUIET)
         model_ops = {e.op: e.choice for e in result.selection if e.op in ("rms_norm", "rotary")}
         assert model_ops == {"rms_norm": "eager", "rotary": "eager"}
     assert budgets == [7.0]

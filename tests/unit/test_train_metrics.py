@@ -23,7 +23,15 @@ from rich.console import Console
 from bakeoff import hardware
 from bakeoff.apps.train import setup, train
 from bakeoff.apps.train.config import Config, Data, Metrics, Select, Train
-from bakeoff.apps.train.metrics import JsonLines, MetricsError, MetricsLog, line, read_metrics
+from bakeoff.apps.train.metrics import (
+    JsonLines,
+    MetricsError,
+    MetricsLog,
+    Resumed,
+    line,
+    read_metrics,
+    take_back,
+)
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.llm_med import LLMMed
 
@@ -52,37 +60,53 @@ def test_a_line_torn_by_a_kill_harms_no_other(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
 
 
-def test_a_resume_takes_later_rows_back(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "m.jsonl")
-    for row in (
-        {"event": "start", "step": 0},
-        {"event": "train", "step": 3, "loss": 1.0},
-        {"event": "train", "step": 6, "loss": 2.0},
-        {"event": "end", "step": 3},
-        {"event": "resume", "step": 4},
-        {"event": "train", "step": 6, "loss": 3.0},
-    ):
-        sink.write(row, 0.0)
-    kept = [(row["event"], row["step"]) for row in read_metrics(tmp_path / "m.jsonl")]
-    assert kept == [("start", 0), ("train", 3), ("resume", 4), ("train", 6)]
-    assert read_metrics(tmp_path / "m.jsonl")[-1]["loss"] == 3.0
+ROWS = (
+    {"event": "start", "step": 0},
+    {"event": "train", "step": 3, "loss": 1.0},
+    {"event": "eval", "step": 4, "held_out_bits_per_byte": 2.0},
+    {"event": "train", "step": 4, "loss": 2.0},  # after the checkpoint: of the steps since the last row
+    {"event": "end", "step": 4},
+    {"event": "train", "step": 6, "loss": 3.0},
+)
 
 
-def test_a_run_that_begins_again_takes_everything_back(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "m.jsonl")
-    for row in (
-        {"event": "start", "step": 0},
-        {"event": "train", "step": 1, "loss": 1.0},
-        {"event": "start", "step": 0, "time": 2.0},  # killed before its first checkpoint
-        {"event": "train", "step": 1, "loss": 2.0},
-        {"event": "resume", "step": 1},
-        {"event": "start", "step": 1},
-        {"event": "train", "step": 2, "loss": 3.0},
-    ):
+@pytest.mark.parametrize(
+    ("resumed", "steps"),
+    [
+        (Resumed(4, 3), [("start", 0), ("train", 3), ("eval", 4)]),
+        (Resumed(4, 3, measures_again=True), [("start", 0), ("train", 3)]),
+        (Resumed(9, 9), [("start", 0), ("train", 3), ("eval", 4), ("train", 4), ("train", 6)]),
+        (None, []),
+    ],
+)
+def test_a_resume_takes_back_what_comes_again(
+    resumed: Resumed | None, steps: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    """In the file itself, torn lines too, so that any program reads each step once."""
+    path = tmp_path / "m.jsonl"
+    sink = JsonLines(path)
+    for row in ROWS:
         sink.write(row, 0.0)
-    kept = [(row["event"], row["step"]) for row in read_metrics(tmp_path / "m.jsonl")]
-    assert kept == [("start", 0), ("train", 1), ("resume", 1), ("start", 1), ("train", 2)]
-    assert read_metrics(tmp_path / "m.jsonl")[1]["loss"] == 2.0
+    with path.open("ab") as file:
+        file.write(b'{"event":"tra')
+    kept = take_back(path, resumed)
+    lines = [json.loads(text) for text in path.read_bytes().splitlines()]
+    assert [(row["event"], row["step"]) for row in lines] == steps
+    assert kept == lines
+    assert [each.name for each in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_rows_that_can_not_be_taken_back_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    JsonLines(tmp_path / "m.jsonl").write({"event": "train", "step": 1}, 0.0)
+    monkeypatch.setattr(os, "fsync", refuse)
+    take_back(tmp_path / "m.jsonl", None)
+    assert "No space left" in caplog.text
+    assert len(read_metrics(tmp_path / "m.jsonl")) == 1
 
 
 def test_a_full_disk_is_warned_of_once_and_rows_go_on_when_there_is_room(

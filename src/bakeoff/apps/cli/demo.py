@@ -13,7 +13,7 @@ from bakeoff.apps.bench import results
 from bakeoff.apps.cli import doctor
 from bakeoff.apps.cli.generating import continuation
 from bakeoff.apps.cli.terminal import console, counted, working
-from bakeoff.apps.cli.training import program
+from bakeoff.apps.cli.training import program, signal_status
 from bakeoff.apps.cli.tuning import print_unsettled, rehearsed
 from bakeoff.apps.compare import Document, compared, match, model_of, pair, parameters, table
 from bakeoff.apps.train import Config, ConfigError, Result, load_run, train
@@ -67,7 +67,7 @@ def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, 
                 resume = f"--config {shlex.quote(str(result.run_dir / 'config.toml'))} --resume auto"
                 text = f"to finish this run alone: {program()} train {resume}"
                 printer.print(text, highlight=False, soft_wrap=True)
-            raise click.exceptions.Exit(130)
+            raise click.exceptions.Exit(signal_status(result.signal))
         trained.append(result)
         before, after = result.bits_per_byte_before, result.bits_per_byte_after
         text = f"held-out bits per byte: {before:.3f} before, {after:.3f} after"

@@ -1,5 +1,7 @@
 """explain: what a call written as text would run, and why."""
 
+from pathlib import Path
+
 import click
 import msgspec
 from click.core import ParameterSource
@@ -8,8 +10,9 @@ from bakeoff.apps.bench.notation import NotationError, read_case, split_key
 from bakeoff.apps.cli import tables
 from bakeoff.apps.cli.terminal import console, print_json
 from bakeoff.apps.render import selection_table
+from bakeoff.apps.train.selection import read_selection
 from bakeoff.device import named_device
-from bakeoff.errors import ContestError, PolicyError
+from bakeoff.errors import BakeoffError, ContestError, PolicyError
 from bakeoff.select import Case, Op, find_op, using
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.explain import explain_case
@@ -17,6 +20,10 @@ from bakeoff.select.choose.tune import note, tune
 from bakeoff.select.declare.key import key
 
 __all__ = ["run"]
+
+
+class RunError(BakeoffError, ValueError):
+    """A folder that is no run's."""
 
 
 def run(
@@ -28,10 +35,15 @@ def run(
     tune_now: bool,
     as_json: bool,
 ) -> None:
-    """Print the explanation of the call in `words`; without words, the table's verdicts."""
+    """Print the explanation of the call in `words`, or of every call of the run in that folder; without
+    words, the table's verdicts."""
     if not words:
-        _refuse_options()
+        _refuse_options("--device")
         tables.show(None, device)
+        return
+    if len(words) == 1 and Path(words[0]).is_dir():
+        _refuse_options("--device", "--json")
+        _show_run(Path(words[0]), as_json=as_json)
         return
     pasted = split_key(" ".join(words))
     if pasted:
@@ -61,7 +73,18 @@ def run(
         console().print(selection_table([explanation]))
 
 
-def _refuse_options() -> None:
+def _show_run(run_dir: Path, *, as_json: bool) -> None:
+    """What every call of a run's steps runs, and why."""
+    found = read_selection(run_dir)
+    if found is None:
+        raise RunError(f"{run_dir} holds no selection.json: give the folder that bakeoff train printed")
+    if as_json:
+        print_json(found.calls)
+    else:
+        console().print(selection_table(found.calls))
+
+
+def _refuse_options(*but: str) -> None:
     """Raises UsageError where options of a call were given without one."""
     context = click.get_current_context()
     given = [
@@ -69,7 +92,7 @@ def _refuse_options() -> None:
         for parameter in context.command.params
         if context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
     ]
-    if given := [name for name in given if name != "--device"]:
+    if given := [name for name in given if name.startswith("-") and name not in but]:
         raise click.UsageError(
             f"{', '.join(given)} without a call: name an op and its arguments, "
             f"such as rms_norm 'x=bf16[8192,4096]'",

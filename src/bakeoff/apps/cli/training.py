@@ -4,6 +4,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from bakeoff.apps.cli.terminal import console, print_plain
 from bakeoff.apps.outlet import lasting
 from bakeoff.apps.train import Config, Result, recipe, resolve, to_toml, train
 
-__all__ = ["configured", "print_result", "program", "run"]
+__all__ = ["configured", "print_result", "program", "run", "signal_status"]
 
 DEFAULT = "llm-med-tiny"
 
@@ -52,11 +53,18 @@ def run(
         return
     with lasting(console(), last=True) as printer:
         result = train(config, console=printer)
-        if os.environ.get("RANK", "0") != "0":
-            return  # torchrun shows every rank's output, and all ranks have the same result
-        print_result(result, printer)
-        if result.checkpoint:
-            print_plain(printer, f"text from it: {program()} generate {shlex.quote(str(result.run_dir))}")
+        if os.environ.get("RANK", "0") == "0":  # torchrun shows every rank's output, and all have this result
+            print_result(result, printer)
+            if result.checkpoint:
+                where = shlex.quote(str(result.run_dir))
+                print_plain(printer, f"text from it: {program()} generate {where}")
+    if result.stopped in signal.Signals.__members__:
+        raise click.exceptions.Exit(signal_status(result.stopped))
+
+
+def signal_status(name: str) -> int:
+    """The exit status of a command that the signal called `name` ended: 128 and its number, as in a shell."""
+    return 128 + signal.Signals[name]
 
 
 def program() -> str:

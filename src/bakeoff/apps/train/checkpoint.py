@@ -7,6 +7,9 @@ RUN/checkpoints/step-00000123/
   run.safetensors     random generators of every rank, sums since the last metrics line
   run.json            step, seconds, and other numbers of the run
   manifest.json       step, and size and CRC-32 of each file; what does not match it is torn
+RUN/best/             likewise, where `train.keep_best` asks for it
+RUN/checkpoints/aside-1-step-00000123/
+                      likewise; not of the steps that a run goes on from (`set_aside`, `spare`)
 
 Any number of ranks, in shards or not, opens what any other saved; they share a file system. Nothing here
 unpickles anything.
@@ -21,7 +24,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import safetensors
@@ -48,6 +51,7 @@ __all__ = [
     "load_run",
     "save",
     "set_aside",
+    "spare",
     "steps",
 ]
 
@@ -55,6 +59,7 @@ FOLDER = "checkpoints"
 _PREFIX = "step-"
 _PARTIAL = ".partial-"
 _ASIDE = "aside-"
+_BEST = "best"
 _FILES = ("model.safetensors", "config.toml", "run.safetensors", "run.json")
 _MOMENTS = "moments"
 
@@ -67,7 +72,7 @@ class CheckpointError(BakeoffError, RuntimeError):
 class State:
     """What a checkpoint holds beside its configuration."""
 
-    numbers: dict[str, float]
+    numbers: dict[str, Any]
     """Plain values, ``step`` among them; rank 0's are saved."""
     weights: dict[str, Tensor]
     """The whole model, by name; on rank 0."""
@@ -85,7 +90,12 @@ class SavedProgress(msgspec.Struct, frozen=True):
     elapsed: float
     before: float
     """Held-out bits per byte before the first step."""
-    data_bytes: int
+    best: float | None = None
+    """The least held-out bits per byte of all measurements for `train.keep_best`."""
+    data_digest: str = ""
+    """Of the bytes trained on; "" where an older version saved."""
+    data_modified: int = 0
+    """When the newest of their files was modified, in nanoseconds."""
 
 
 class Checkpoint:
@@ -103,9 +113,15 @@ class Checkpoint:
         self.numbers, self.tensors = numbers, tensors
         self.step = int(numbers["step"])
 
-    def model(self) -> LLMMed | ByteSpectralLM | TitanMAC | LongNetLM:
-        """The configuration's model with the saved weights. Raises CheckpointError where they don't fit."""
-        built = build(self.config.model)
+    @property
+    def run_dir(self) -> Path:
+        """The folder of the run that saved it."""
+        return self.folder.parent if self.folder.name == _BEST else self.folder.parent.parent
+
+    def model(self, config: Config | None = None) -> LLMMed | ByteSpectralLM | TitanMAC | LongNetLM:
+        """The model of `config` (default: the saved one) with the saved weights. Raises CheckpointError where
+        they don't fit."""
+        built = build((config or self.config).model)
         needed = {name: (own.shape, own.is_floating_point()) for name, own in built.state_dict().items()}
         given = {name: (own.shape, own.is_floating_point()) for name, own in self.weights.items()}
         if needed != given:
@@ -136,23 +152,34 @@ class Checkpoint:
             ) from error
 
 
-def save(run_dir: Path, config: Config, state: State, *, keep: int, world: World = ALONE) -> Path:
-    """Writes ``run_dir/checkpoints/step-N``, N = ``state.numbers["step"]``, then removes all but the last
-    `keep`. All ranks must call it.
+def save(
+    run_dir: Path,
+    config: Config,
+    state: State,
+    *,
+    keep: int,
+    place: Literal["newest", "spare", "best"] = "newest",
+    world: World = ALONE,
+) -> Path:
+    """Writes a checkpoint of step N = ``state.numbers["step"]``. All ranks must call it.
 
-    Raises OSError, on every rank, when the disk is full or read-only; nothing of the failed attempt remains,
-    and earlier checkpoints stay.
+    The newest is ``run_dir/checkpoints/step-N``, and of such all but the last `keep` are removed. A spare one
+    is put aside there, and is not what a run goes on from. The best is ``run_dir/best``.
+
+    Raises OSError, on every rank, when the disk is full or read-only, or `run_dir` is gone; nothing of the
+    failed attempt remains, and earlier checkpoints stay.
     """
     from bakeoff.apps.train import moments  # torch.distributed.checkpoint takes a while to import
 
     parent = run_dir / FOLDER
-    target = parent / f"{_PREFIX}{int(state.numbers['step']):08d}"
+    newest = parent / f"{_PREFIX}{int(state.numbers['step']):08d}"
+    target = {"newest": newest, "spare": spare(newest), "best": run_dir / _BEST}[place]
     partial = parent / f"{_PARTIAL}{target.name}"
     tensors = {name: tensor for own in world.gather(state.tensors) for name, tensor in own.items()}
 
     def publish() -> None:
         _complete(partial, target, state)
-        for old in steps(run_dir)[:-keep]:
+        for old in steps(run_dir)[:-keep] if place == "newest" else ():
             shutil.rmtree(old, ignore_errors=True)
 
     try:
@@ -168,6 +195,7 @@ def save(run_dir: Path, config: Config, state: State, *, keep: int, world: World
 
 def _write_files(partial: Path, config: Config, state: State, tensors: dict[str, Tensor]) -> None:
     """Writes what one rank writes alone, into a new folder."""
+    partial.parent.parent.stat()  # a run's folder that is gone is not made anew
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed here
     (partial / _MOMENTS).mkdir(parents=True)
     contents = (
@@ -184,10 +212,13 @@ def _complete(partial: Path, target: Path, state: State) -> None:
     """Makes the whole checkpoint in `partial` the one called `target`."""
     _write(partial / "manifest.json", json.dumps(_manifest(partial, state.numbers), indent=1).encode())
     _sync_folder(partial / _MOMENTS)
-    if target.exists():  # the same step again, saved when the run was over and went on
-        shutil.rmtree(target)
+    before = partial.with_name(f"{partial.name}-before")
+    if target.exists():  # the same step again, saved when the run was over and went on; or the best so far
+        shutil.rmtree(before, ignore_errors=True)
+        target.rename(before)
     partial.rename(target)
     _sync_folder(target.parent)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def _on_first(function: Callable[[], None], world: World) -> None:
@@ -212,7 +243,7 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _manifest(folder: Path, numbers: dict[str, float]) -> dict[str, Any]:
+def _manifest(folder: Path, numbers: dict[str, Any]) -> dict[str, Any]:
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {
         "schema": 2,
@@ -250,13 +281,14 @@ def steps(run_dir: Path) -> list[Path]:
 def set_aside(run_dir: Path, step: int) -> list[Path]:
     """Renames the checkpoints later than `step`, which a run goes on from: they are of another branch, or
     torn, and would count as the newest. Returns their new paths."""
-    moved = []
-    for folder in steps(run_dir):
-        if int(folder.name.removeprefix(_PREFIX)) > step:
-            names = (f"{_ASIDE}{number}-{folder.name}" for number in itertools.count(1))
-            path = next(path for name in names if not (path := folder.with_name(name)).exists())
-            moved.append(folder.rename(path))
-    return moved
+    later = [folder for folder in steps(run_dir) if int(folder.name.removeprefix(_PREFIX)) > step]
+    return [folder.rename(spare(folder)) for folder in later]
+
+
+def spare(folder: Path) -> Path:
+    """The path, not taken yet, at which the checkpoint called `folder` stands aside."""
+    names = (f"{_ASIDE}{number}-{folder.name}" for number in itertools.count(1))
+    return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
 def load(folder: Path) -> Checkpoint:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bakeoff.apps.train.config import Config
 from bakeoff.apps.train.data import Prefetcher
+from bakeoff.apps.train.lock import RunLock
 from bakeoff.apps.train.metrics import MetricsLog
 from bakeoff.apps.train.step import Stepper
 from bakeoff.apps.train.timing import Timer
@@ -32,8 +33,12 @@ class Progress:
     """By rank 0's clock, as of the last step."""
     bits_before: float = 0.0
     """Held-out bits per byte before the first step."""
+    bits_best: float | None = None
+    """The least held-out bits per byte of the checkpoints that were kept as the best."""
     checkpoint: Path | None = None
     """The newest checkpoint: saved by this call, or the one it resumed from."""
+    saved: Path | None = None
+    """What this call saved last: the newest checkpoint, or one put aside while steps are skipped."""
 
 
 @dataclass
@@ -42,6 +47,7 @@ class Context:
 
     config: Config
     run_dir: Path
+    lock: RunLock
     stepper: Stepper
     feed: Prefetcher
     held_out: Tensor

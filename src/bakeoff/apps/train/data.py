@@ -1,16 +1,19 @@
 """Bytes as training data: any file, a folder of files, or the Python standard library's sources.
 
-`ByteCorpus` is the concatenation of files, memory-mapped on demand. `Batches` cuts it into rows. Which
+`ByteCorpus` is the concatenation of files, read where rows need them. `Batches` cuts it into rows. Which
 rows a step takes is a pure function of (seed, step): nothing has to be remembered to go on from a step,
 and any number of ranks sees the same global batch, each its slice.
+
+Files are read with pread, not mapped into memory: a mapped file that shrinks ends the process with SIGBUS.
 """
 
 import hashlib
 import math
-import mmap
 import os
 import stat
 import sysconfig
+import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bakeoff import hardware
+from bakeoff.apps.train.metrics import log
 from bakeoff.errors import BakeoffError
 from bakeoff.paths import expanded
 
@@ -41,7 +45,8 @@ __all__ = [
 Bytes = npt.NDArray[np.uint8]
 
 DIGEST_PIECES, DIGEST_PIECE = 128, 2**20
-OPEN_MAPS = 256  # a mapped file holds a file descriptor, and 1024 of them is a usual limit
+OPEN_FILES = 256  # 1024 open files are a usual limit of a process
+WATCH_S = 10.0  # between looks at the files' sizes and times of modification
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -52,22 +57,25 @@ class DataError(BakeoffError, ValueError):
 class ByteCorpus:
     """The bytes of `files`, one after the other, with nothing between them.
 
-    Files are mapped when first read and at most `OPEN_MAPS` stay mapped. Not for use by two threads at once.
+    Files are opened when first read and at most `OPEN_FILES` stay open. Not for use by two threads at once.
     """
 
     def __init__(self, name: str, files: Sequence[Path]) -> None:
         self.name = name
-        sizes = []
         self.files = []
+        self._stamps: list[tuple[int, int]] = []
+        """(bytes, time of modification) of each file."""
         for file in files:
-            size = _readable_size(file)
-            if size:
+            stamp = _stamp(file)
+            if stamp[0]:
                 self.files.append(file)
-                sizes.append(size)
+                self._stamps.append(stamp)
         if not self.files:
             raise DataError(f"{name} holds no bytes: give data.path a file or folder with text in it")
-        self._ends = np.cumsum(np.array(sizes, dtype=np.int64))
-        self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
+        self._ends = np.cumsum(np.array([size for size, _ in self._stamps], dtype=np.int64))
+        self._open: OrderedDict[int, int] = OrderedDict()
+        """File descriptors by the file's place."""
+        weakref.finalize(self, _close, self._open)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -105,42 +113,75 @@ class ByteCorpus:
             begin = int(self._ends[index - 1]) if index else 0
             offset = start + filled - begin
             piece = min(length - filled, int(self._ends[index]) - begin - offset)
-            mapped = np.frombuffer(self._map(index), dtype=np.uint8, count=piece, offset=offset)
-            out[filled : filled + piece] = mapped
+            self._fill(out[filled : filled + piece], index, offset)
             filled += piece
             index += 1
         return out
 
+    def _fill(self, out: Bytes, index: int, offset: int) -> None:
+        """The bytes of one file from `offset` on."""
+        file, done = self.files[index], 0
+        try:
+            handle = self._handle(index)
+            while done < len(out):
+                piece = os.pread(handle, len(out) - done, offset + done)
+                if not piece:
+                    size = os.fstat(handle).st_size
+                    expected = int(self._ends[index]) - (int(self._ends[index - 1]) if index else 0)
+                    raise DataError(
+                        f"{file} shrank from {expected} to {size} bytes during the run: restore it and resume"
+                    )
+                out[done : done + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
+                done += len(piece)
+        except OSError as error:
+            raise DataError(f"can't read {file} any more: {error.strerror}. Restore it and resume") from None
+
+    def _handle(self, index: int) -> int:
+        handle = self._open.get(index)
+        if handle is None:
+            handle = self._open[index] = os.open(self.files[index], os.O_RDONLY | os.O_CLOEXEC)
+            if len(self._open) > OPEN_FILES:
+                os.close(self._open.popitem(last=False)[1])
+        else:
+            self._open.move_to_end(index)
+        return handle
+
     def digest(self) -> str:
         """SHA-256 of the number of bytes and of all of them; of more than 128 MiB only 1 MiB in every 128th
-        part is read."""
+        part is read (`sampled`), so that it takes a fraction of a second, however large the data."""
         total = len(self)
         digest = hashlib.sha256(str(total).encode())
         for start in range(0, total, max(DIGEST_PIECE, math.ceil(total / DIGEST_PIECES))):
             digest.update(self.read(start, min(DIGEST_PIECE, total - start)).data)
         return digest.hexdigest()
 
-    def _map(self, index: int) -> mmap.mmap:
-        mapped = self._maps.get(index)
-        if mapped is not None:
-            self._maps.move_to_end(index)
-            return mapped
-        file = self.files[index]
-        expected = int(self._ends[index]) - (int(self._ends[index - 1]) if index else 0)
-        try:
-            with file.open("rb") as handle:
-                size = os.fstat(handle.fileno()).st_size
-                if size < expected:
-                    raise DataError(
-                        f"{file} shrank from {expected} to {size} bytes during the run: restore it"
-                    )
-                mapped = mmap.mmap(handle.fileno(), expected, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise DataError(f"can't read {file} any more: {error.strerror}. Restore it and resume") from None
-        self._maps[index] = mapped
-        if len(self._maps) > OPEN_MAPS:
-            self._maps.popitem(last=False)
-        return mapped
+    @property
+    def sampled(self) -> bool:
+        """Whether `digest` leaves bytes out."""
+        return len(self) > DIGEST_PIECE * DIGEST_PIECES
+
+    @property
+    def modified(self) -> int:
+        """When the newest file was modified, in nanoseconds, as of the opening or the last `touched`."""
+        return max(time_ns for _, time_ns in self._stamps)
+
+    def touched(self) -> Path | None:
+        """The first file that was written or replaced since the corpus was opened or this was last asked;
+        open files are opened anew then. Raises DataError for one that is gone."""
+        changed = None
+        for index, file in enumerate(self.files):
+            stamp = _stamp(file)
+            if stamp != self._stamps[index]:
+                self._stamps[index] = stamp
+                changed = changed or file
+        if changed is not None:
+            _close(self._open)
+        return changed
+
+
+def _close(handles: OrderedDict[int, int]) -> None:
+    while handles:
+        os.close(handles.popitem()[1])
 
 
 def stdlib_files() -> list[Path]:
@@ -166,14 +207,15 @@ def _files_below(root: Path, skipped: set[str] | frozenset[str] = frozenset()) -
     )
 
 
-def _readable_size(file: Path) -> int:
+def _stamp(file: Path) -> tuple[int, int]:
+    """(bytes, time of modification) of a file that can be read."""
     try:
-        size = file.stat().st_size
+        found = file.stat()
     except OSError as error:
         raise DataError(f"can't read {file}: {error.strerror}. Make it readable or move it away") from None
     if not os.access(file, os.R_OK):
         raise DataError(f"can't read {file}: permission denied. Make it readable (chmod u+r) or move it away")
-    return size
+    return found.st_size, found.st_mtime_ns
 
 
 def split(
@@ -287,12 +329,20 @@ def permute(index: int, count: int, key: int) -> int:
 
 
 class Prefetcher:
-    """Reads the next step's rows in a thread while this step runs, into pinned memory for CUDA."""
+    """Reads the next step's rows in a thread while this step runs, into pinned memory for CUDA.
 
-    def __init__(self, batches: Batches, device: torch.device) -> None:
+    Now and then the thread looks at the files' sizes and times of modification. Where these changed and the
+    bytes no longer have the `digest` they had, `get` raises DataError; with `may_change` it is a warning.
+    """
+
+    def __init__(
+        self, batches: Batches, device: torch.device, digest: str = "", *, may_change: bool = False
+    ) -> None:
         self.batches, self.device = batches, device
+        self.digest, self.may_change = digest, may_change
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bakeoff-data")
         self._next: tuple[int, Future[Tensor]] | None = None
+        self._watched = time.monotonic()
 
     def get(self, step: int) -> Tensor:
         """`batches.batch(step)` on the device; starts reading the step after it."""
@@ -304,8 +354,29 @@ class Prefetcher:
         return batch.to(self.device, non_blocking=True)
 
     def _read(self, step: int) -> Tensor:
+        if self.digest and time.monotonic() - self._watched >= WATCH_S:
+            self._watch()
+            self._watched = time.monotonic()
         batch = self.batches.batch(step)
         return batch.pin_memory() if self.device.type == "cuda" else batch
+
+    def _watch(self) -> None:
+        corpus = self.batches.corpus
+        file = corpus.touched()
+        if file is None:
+            return
+        digest = corpus.digest()
+        if digest == self.digest:
+            if corpus.sampled:
+                log.warning("%s was written during the run; the bytes that were compared are equal", file)
+            return
+        if not self.may_change:
+            raise DataError(
+                f"{file} changed during the run: restore it and resume from the last checkpoint, or go on "
+                "from there with the new data by data.may_change=true"
+            )
+        log.warning("%s changed during the run, so losses can't be repeated", file)
+        self.digest = digest
 
     def __enter__(self) -> Self:
         return self

@@ -16,9 +16,11 @@ from bakeoff.apps.outlet import lasting
 from bakeoff.apps.train.config import Config
 from bakeoff.apps.train.context import Context
 from bakeoff.apps.train.device import placed
+from bakeoff.apps.train.lock import RunLock
 from bakeoff.apps.train.metrics import say
 from bakeoff.apps.train.reporting import (
     evaluate,
+    finished_before,
     report_end,
     report_graph,
     report_steps,
@@ -27,8 +29,9 @@ from bakeoff.apps.train.reporting import (
     tokens_per_s,
 )
 from bakeoff.apps.train.result import Result
-from bakeoff.apps.train.saving import save
-from bakeoff.apps.train.setup import open_inputs, select, set_up
+from bakeoff.apps.train.saving import save, save_best
+from bakeoff.apps.train.selection import own_table_ends
+from bakeoff.apps.train.setup import finished, open_inputs, select, set_up
 from bakeoff.apps.train.signals import Stopped, StopSignals
 from bakeoff.apps.train.step import learning_rate
 from bakeoff.select import using
@@ -49,7 +52,8 @@ def train(
     Ctrl-C, SIGTERM or SIGHUP ends it after the step in hand, with a checkpoint; before the first step at
     once, with nothing to save; during the last measurement, once that is made. Everything is written below
     ``config.train.run_dir``: config.toml, metrics.jsonl, table.json (the verdicts used), checkpoints/.
-    Under torchrun the ranks share the work as ``config.parallel`` says; the first writes and prints.
+    Under torchrun the ranks share the work as ``config.parallel`` says; the first writes and prints. A run
+    that is over is left as it is: its result is read from its metrics.
 
     Args:
         config: from `recipe` and `resolve`.
@@ -59,7 +63,10 @@ def train(
 
     Raises:
         ConfigError, DataError, CheckpointError, PolicyError, Unsupported: before the first step.
+        FolderInUse: another process trains in ``train.run_dir``.
         CausalityError: before the first step, where an output sees its own future.
+        DataError: later, where a file shrinks or is changed under the run.
+        FolderGone: the run's folder was deleted or moved.
         TrainError: out of memory, a gradient that stays not finite, or a last checkpoint that can't be saved.
         RankError: another rank died or failed.
 
@@ -72,12 +79,18 @@ def train(
         placement = stack.enter_context(placed(config))
         regime = "eager" if placement.no_graph else "graph"
         stack.enter_context(using(config.select.policy or None, regime=regime, **config.select.ops))
+        stack.enter_context(own_table_ends())
         out = stack.enter_context(lasting(console or Console()))
-        inputs = open_inputs(config, placement)
+        lock = stack.enter_context(RunLock())
+        inputs = open_inputs(config, placement, lock)
+        if (result := placement.world.decide(lambda: finished(config, inputs))) is not None:
+            if config.metrics.console and placement.world.first:
+                say(out, finished_before(config, result))
+            return result
         # A rank that left at once would leave the others waiting; they hear of it before the first step.
         signals = stack.enter_context(StopSignals(at_once=placement.world.size == 1))
         try:
-            with set_up(config, placement, inputs, out, clock) as context:
+            with set_up(config, placement, inputs, lock, out, clock) as context:
                 return _run(context, signals)
         except Stopped:
             if config.metrics.console:
@@ -112,7 +125,7 @@ def _steps(context: Context, signals: StopSignals, changed_regime: contextlib.Ex
         reason, progress.seconds = posted.read()
         stopped = _ended_by(context, reason)
         if train.eval_every and progress.step % train.eval_every == 0 and not stopped:
-            evaluate(context)
+            save_best(context, evaluate(context))
         if train.checkpoint_every and progress.step % train.checkpoint_every == 0 and not stopped:
             save(context)
     return stopped
@@ -173,9 +186,11 @@ def _finish(context: Context, signals: StopSignals, stopped: str) -> Result:
     if early:
         say_stopped(context, stopped)
     bits_after = math.nan if early and not steps_made else evaluate(context)
+    if steps_made:
+        save_best(context, bits_after)
     if signals.caught and not early:
         context.metrics.say(
-            f"{signals.caught}: the run was over at step {progress.step}, saved {progress.checkpoint}"
+            f"{signals.caught}: the run was over at step {progress.step}, saved {progress.saved}"
         )
     speed = tokens_per_s(context, steps_made, busy_s)
     report_end(context, speed, bits_after, stopped)

@@ -8,15 +8,17 @@ A row is a flat dictionary. ``event`` says what it is:
             graph_bytes (device memory held by a captured step)
     eval    step, held_out_bits_per_byte
     capture step, captured, reason: whether steps are replayed from a CUDA graph, once that is known
-    resume  step: rows of later steps above this line were not kept and come again
+    resume  step: another process goes on from here; rows of later steps were taken back and come again
     end     step, seconds, tokens_per_s, held_out_bits_per_byte, stopped
 """
 
+import contextlib
 import importlib
 import logging
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -28,7 +30,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from bakeoff.apps.train.config import Config, to_tree
 from bakeoff.errors import BakeoffError
 
-__all__ = ["JsonLines", "MetricsError", "MetricsLog", "Row", "Sink", "line", "log", "read_metrics", "say"]
+__all__ = [
+    "JsonLines",
+    "MetricsError",
+    "MetricsLog",
+    "Resumed",
+    "Row",
+    "Sink",
+    "line",
+    "log",
+    "read_metrics",
+    "say",
+    "take_back",
+]
 
 log = logging.getLogger("bakeoff")
 
@@ -90,31 +104,50 @@ def _ends_torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, without lines torn by a kill and without rows that a resume took back.
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on with its own metrics."""
 
-    The train row that ends a run may be about fewer steps than others; a run that goes on writes the whole
-    row, which replaces it.
-    """
-    rows: list[dict[str, Any]] = []
-    logged = 0  # the step of the last train row
+    step: int
+    logged_step: int
+    """The step of the last train row as of `step`: the rows of later steps come again."""
+    measures_again: bool = False
+    """Whether the next row is the measurement of `step`, which may stand there already."""
+
+    def keeps(self, row: Row) -> bool:
+        """Whether a row of before stays."""
+        event, step = row.get("event"), int(row.get("step", 0))
+        if event == "train":
+            return step <= self.logged_step
+        comes_again = event == "eval" and self.measures_again
+        return event != "end" and (step < self.step or (step == self.step and not comes_again))
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, without a line torn by a kill or a full disk."""
+    rows = []
     for text in Path(path).read_bytes().splitlines():
-        try:
-            row = msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.DecodeError:
-            continue  # the process died while writing it
-        if row.get("event") == "resume":
-            rows = [
-                kept for kept in rows if kept.get("step", 0) <= row["step"] and kept.get("event") != "end"
-            ]
-        elif row.get("event") == "start" and not (rows and rows[-1].get("event") == "resume"):
-            rows = []  # from the beginning: the run was killed before its first checkpoint
-        elif row.get("event") == "train":
-            first = row["step"] - row.get("steps", 0)
-            if logged > first:
-                rows = [kept for kept in rows if kept.get("event") != "train" or kept["step"] <= first]
-            logged = row["step"]
-        rows.append(row)
+        with contextlib.suppress(msgspec.DecodeError):
+            rows.append(msgspec.json.decode(text, type=dict[str, Any]))
+    return rows
+
+
+def take_back(path: Path, resumed: Resumed | None) -> list[dict[str, Any]]:
+    """Leaves in a metrics.jsonl what a run keeps that goes on from there, or nothing where it begins anew;
+    returns the rows that stay. The file is replaced whole."""
+    if not path.exists() or not path.stat().st_size:
+        return []
+    rows = [row for row in read_metrics(path) if resumed.keeps(row)] if resumed else []
+    place = path.resolve()
+    beside = place.with_name(f".{place.name}.new")
+    try:
+        with beside.open("wb") as file:
+            file.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(place)
+    except OSError as error:
+        log.warning("can't take back rows of %s (%s): some steps will stand there twice", path, error)
     return rows
 
 
@@ -161,27 +194,34 @@ class Bar:
 
 
 class TensorBoard:
-    """Event files in the run's folder. A full disk ends them with a warning, not the run."""
+    """Event files in the run's folder: train and eval rows as scalars, choices as text. A full disk ends them
+    with a warning, not the run.
 
-    def __init__(self, run_dir: Path) -> None:
+    What earlier processes wrote of steps from `since` on is purged, but for the `kept` rows.
+    """
+
+    def __init__(self, run_dir: Path, since: int, kept: Sequence[Row]) -> None:
         try:
             module = importlib.import_module("torch.utils.tensorboard")
         except ImportError:
             raise MetricsError(
                 "metrics.tensorboard=true needs TensorBoard: pip install 'bakeoff[tensorboard]'"
             ) from None
-        self.writer = module.SummaryWriter(str(run_dir / "tensorboard"))
+        self.writer = module.SummaryWriter(str(run_dir / "tensorboard"), purge_step=since)
         self._broken = False
+        for row in kept:
+            if row.get("step", 0) >= since:
+                self.write(row, 0.0)
 
     def write(self, row: Row, progress: float) -> None:
-        if self._broken or row["event"] == "end":  # which sums up numbers that are there already
+        if self._broken:
             return
         try:
             for name, value in row.items():
-                if isinstance(value, numbers.Real) and name != "step":
-                    self.writer.add_scalar(name, value, row.get("step", 0))
-                elif name.startswith("select/"):
+                if name.startswith("select/"):
                     self.writer.add_text(name, str(value), row.get("step", 0))
+                elif row["event"] in ("train", "eval") and isinstance(value, numbers.Real) and name != "step":
+                    self.writer.add_scalar(name, value, row["step"])
         except OSError as error:  # its writer thread failed, and stays so
             self._give_up(error)
 
@@ -239,16 +279,23 @@ class MetricsLog:
     """All sinks of a run, and the console for words. Of several ranks only the first has any."""
 
     def __init__(
-        self, run_dir: Path, config: Config, console: Console | None = None, *, first: bool = True
+        self,
+        run_dir: Path,
+        config: Config,
+        console: Console | None = None,
+        *,
+        first: bool = True,
+        resumed: Resumed | None = None,
     ) -> None:
         settings = config.metrics
         self.sinks: list[Sink] = []
         self.console: Console | None = None
         if not first:
             return
+        kept = take_back(run_dir / "metrics.jsonl", resumed)
         self.sinks.append(JsonLines(run_dir / "metrics.jsonl"))
         if settings.tensorboard:
-            self.sinks.append(TensorBoard(run_dir))
+            self.sinks.append(TensorBoard(run_dir, resumed.logged_step if resumed else 0, kept))
         if settings.wandb:
             self.sinks.append(WandB(run_dir, config))
         if settings.console:

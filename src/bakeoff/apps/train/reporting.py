@@ -13,13 +13,15 @@ from pathlib import Path
 import torch
 
 from bakeoff import hardware
+from bakeoff.apps.train.config import Config
 from bakeoff.apps.train.context import Context
 from bakeoff.apps.train.metrics import log, read_metrics
-from bakeoff.apps.train.result import TrainError
+from bakeoff.apps.train.result import Result, TrainError
 from bakeoff.apps.train.selection import choices
 
 __all__ = [
     "evaluate",
+    "finished_before",
     "report_end",
     "report_graph",
     "report_start",
@@ -53,9 +55,9 @@ def report_start(context: Context) -> None:
     )
 
 
-def warn_of_other_candidates(context: Context, checkpoint: Path) -> None:
-    """Warns of ops that run by other candidates than in the run that saved `checkpoint`."""
-    file = checkpoint.parent.parent / "metrics.jsonl"
+def warn_of_other_candidates(context: Context, run_dir: Path) -> None:
+    """Warns of ops that run by other candidates than in the run in `run_dir`, which this one goes on with."""
+    file = run_dir / "metrics.jsonl"
     rows = read_metrics(file) if file.exists() else []
     before: dict[str, object] = next((row for row in reversed(rows) if row.get("event") == "start"), {})
     changed = [
@@ -88,6 +90,7 @@ def report_steps(context: Context) -> None:
     """The metrics row of the steps since the last one. Raises TrainError where the gradient has not been
     finite for long."""
     config, progress = context.config, context.progress
+    context.lock.check()
     sums = context.stepper.read(progress.step - progress.logged_step)
     spent, waited = context.timer.window()
     # After a resume the row is also about steps of an earlier process; only those made here were timed.
@@ -115,8 +118,16 @@ def report_steps(context: Context) -> None:
     if sums["skipped_in_a_row"] >= _HOPELESS:
         raise TrainError(
             f"the gradient has not been finite for {sums['skipped_in_a_row']:.0f} steps, at step "
-            f"{progress.step}: lower optim.lr={config.optim.lr:g} and resume from an earlier checkpoint"
+            f"{progress.step}: lower optim.lr={config.optim.lr:g} and {_way_back(context)}"
         )
+
+
+def _way_back(context: Context) -> str:
+    """What to resume from once a run has diverged: nothing was saved since steps are skipped."""
+    newest = context.progress.checkpoint
+    if newest is None:
+        return "train anew; no checkpoint was saved before"
+    return f"resume from an earlier checkpoint, such as train.resume={newest}"
 
 
 def evaluate(context: Context) -> float:
@@ -154,7 +165,7 @@ def say_stopped(context: Context, signal_name: str) -> None:
     if progress.step == progress.first_step:
         context.metrics.say(stopped_first(signal_name, progress.checkpoint))
         return
-    context.metrics.say(f"{signal_name}: stopped after step {progress.step}, saved {progress.checkpoint}")
+    context.metrics.say(f"{signal_name}: stopped after step {progress.step}, saved {progress.saved}")
     context.metrics.say(f"go on with {shlex.quote(f'train.run_dir={context.run_dir}')}")
 
 
@@ -163,6 +174,16 @@ def stopped_first(signal_name: str, checkpoint: Path | None) -> str:
     go on from."""
     rest = f"{checkpoint} is still the last checkpoint" if checkpoint else "nothing to save"
     return f"{signal_name}: stopped before the first step; {rest}"
+
+
+def finished_before(config: Config, result: Result) -> str:
+    """That there is nothing to do for a run, and what would give it something to do."""
+    limit = f"{config.train.steps} steps" if result.stopped == "steps" else f"{config.train.max_seconds:g} s"
+    key = "train.steps" if result.stopped == "steps" else "train.max_seconds"
+    return (
+        f"{result.run_dir} is finished: all its {limit} are over. To train on, raise {key}; to train anew, "
+        "give another train.run_dir"
+    )
 
 
 def tokens_per_s(context: Context, steps: int, seconds: float) -> float:

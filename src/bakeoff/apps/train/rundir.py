@@ -10,6 +10,7 @@ from typing import Any
 from bakeoff.apps.train import checkpoint
 from bakeoff.apps.train.checkpoint import Checkpoint, CheckpointError
 from bakeoff.apps.train.config import Config, ConfigError, Optim, to_toml, to_tree
+from bakeoff.apps.train.lock import RunLock
 from bakeoff.apps.train.metrics import log
 from bakeoff.parallel import ALONE, World
 from bakeoff.paths import expanded
@@ -18,25 +19,29 @@ __all__ = ["open_run"]
 
 # A run that resumes with another value of these does not repeat the interrupted one's losses.
 _CURVE = {
+    "model": ("dropout",),  # the only setting of a model that its weights don't depend on
     "data": ("path", "holdout"),
     "optim": Optim.__struct_fields__,
     "train": ("steps", "batch_size", "seq_len", "accumulate", "seed", "precision", "compile"),
 }
 
 
-def open_run(config: Config, world: World = ALONE) -> tuple[Path, Checkpoint | None]:
+def open_run(config: Config, lock: RunLock, world: World = ALONE) -> tuple[Path, Checkpoint | None]:
     """The run's folder, which exists and holds config.toml, and the checkpoint to go on from, if any; rank 0
-    chooses both.
+    chooses both, once it has taken the `lock` on the folder.
 
-    Raises ConfigError for a folder that can't be used, CheckpointError for a checkpoint that can't.
+    Raises ConfigError for a folder that can't be used, FolderInUse for one that another process trains in,
+    CheckpointError for a checkpoint that can't be used.
     """
     loaded: list[Checkpoint | None] = []  # on rank 0
 
     def choose() -> tuple[Path, Path | None]:
         given = _folder("run_dir", config.train.run_dir) if config.train.run_dir else None
+        run_dir = _locked_folder(config, given, lock)
         start = _start(config, given)
         loaded.append(start)
-        return _write_folder(config, given, start), start.folder if start else None
+        _write_folder(config, run_dir, start)
+        return run_dir, start.folder if start else None
 
     run_dir, folder = world.decide(choose)
     if loaded:
@@ -67,22 +72,34 @@ def _start(config: Config, given: Path | None) -> Checkpoint | None:
     return start
 
 
-def _write_folder(config: Config, given: Path | None, start: Checkpoint | None) -> Path:
-    """The run's folder with its config.toml, where no checkpoint is later than `start`."""
+def _locked_folder(config: Config, given: Path | None, lock: RunLock) -> Path:
+    """The run's folder, made where there is none, and locked."""
     try:
         run_dir = given or _fresh(config.recipe)
         run_dir.mkdir(parents=True, exist_ok=True)
+        lock.take(run_dir)
+    except OSError as error:
+        raise _unwritable(given or Path("runs"), error) from None
+    return run_dir
+
+
+def _write_folder(config: Config, run_dir: Path, start: Checkpoint | None) -> None:
+    """Writes the run's config.toml, and sees to it that no checkpoint is later than `start`."""
+    try:
         (run_dir / "config.toml").write_text(to_toml(config), "utf-8")
         later = checkpoint.set_aside(run_dir, start.step) if start else []
     except OSError as error:
-        raise ConfigError(
-            f"can't write to the run folder {given or 'runs'} ({error.strerror}): set train.run_dir to a "
-            "folder that can be written"
-        ) from None
+        raise _unwritable(run_dir, error) from None
     if start and later:
         paths = ", ".join(map(str, later))
         log.warning("going on from step %d: the checkpoints behind it are now %s", start.step, paths)
-    return run_dir
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"can't write to the run folder {folder} ({error.strerror}): set train.run_dir to a folder that can "
+        "be written"
+    )
 
 
 def _folder(key: str, path: str) -> Path:
@@ -106,7 +123,8 @@ def _fresh(recipe: str) -> Path:
 def _compare(config: Config, start: Checkpoint) -> None:
     """Raises CheckpointError if `start` holds another model; warns of settings that change the losses."""
     now, then = to_tree(config), to_tree(start.config)
-    changed = _changes(now["model"], then["model"], "model", list(now["model"]))
+    shape = [key for key in now["model"] if key not in _CURVE["model"]]
+    changed = _changes(now["model"], then["model"], "model", shape)
     if changed:
         raise CheckpointError(
             f"{start.folder} holds another model ({', '.join(changed)}): set these back, or train in another "

@@ -1,5 +1,9 @@
 """Saving a run and restoring it: what of the stepper and the run goes into a checkpoint, and comes back."""
 
+import math
+from pathlib import Path
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -12,28 +16,34 @@ from bakeoff.apps.train.step import Stepper
 from bakeoff.optim import DeepNestedOptimizer
 from bakeoff.parallel import full
 
-__all__ = ["optimizer_state", "restore", "save"]
+__all__ = ["optimizer_state", "restore", "save", "save_best"]
 
 
 def save(context: Context, *, last: bool = False) -> None:
-    """Writes a checkpoint. A failure is a warning while training can go on, and a TrainError at the end. All
-    ranks must call it."""
-    config, progress, stepper = context.config, context.progress, context.stepper
+    """Writes a checkpoint, after which older ones are removed. A failure is a warning while training can go
+    on, and a TrainError at the end. All ranks must call it.
+
+    While steps are skipped nothing is saved: the training has diverged or is about to, and what was saved
+    before is the way back. The last checkpoint of such a run is put aside.
+    """
+    progress, stepper = context.progress, context.stepper
     stepper.world.doing(f"saving step {progress.step}")
-    numbers = {
-        "step": progress.step,
-        "logged_step": progress.logged_step,
-        "elapsed": context.timer.elapsed,
-        "before": progress.bits_before,
-        "data_bytes": len(context.feed.batches.corpus),
-    }
     with context.timer.pause():
-        state = State(numbers, _weights(stepper), _rank_state(stepper), optimizer_state(stepper))
+        skipped = stepper.skipped_in_a_row
+        if skipped and not last:
+            log.warning("step %d is not saved: no finite gradient for %d steps", progress.step, skipped)
+            return
+        way_back = progress.checkpoint is not None and context.run_dir in progress.checkpoint.parents
+        aside = skipped > 0 and way_back
         try:
-            progress.checkpoint = checkpoint.save(
-                context.run_dir, config, state, keep=config.train.keep, world=stepper.world
-            )
+            progress.saved = _write(context, "spare" if aside else "newest")
+            if aside:
+                text = "no finite gradient for %d steps: step %d is put aside, and %s stays the newest"
+                log.warning(text, skipped, progress.step, progress.checkpoint)
+            else:
+                progress.checkpoint = progress.saved
         except OSError as error:
+            context.lock.check()
             newest = progress.checkpoint
             held = f"the last one saved is {newest}" if newest else "none has been saved yet"
             text = (
@@ -42,6 +52,40 @@ def save(context: Context, *, last: bool = False) -> None:
             if last:
                 raise TrainError(f"{text}. Free space or set train.run_dir elsewhere, and resume") from error
             log.warning("%s; training goes on", text)
+
+
+def save_best(context: Context, bits: float) -> None:
+    """Keeps this step as the best where `train.keep_best` asks for it and no measurement was below `bits`.
+    All ranks must call it."""
+    progress = context.progress
+    if not context.config.train.keep_best or not bits < (progress.bits_best or math.inf):
+        return
+    progress.bits_best = bits
+    with context.timer.pause():
+        try:
+            _write(context, "best")
+        except OSError as error:
+            context.lock.check()
+            reason = error.strerror or error
+            log.warning("can't keep step %d as the best (%s); training goes on", progress.step, reason)
+
+
+def _write(context: Context, place: Literal["newest", "spare", "best"]) -> Path:
+    """Writes the run's state as a checkpoint. Raises OSError, on every rank."""
+    config, progress, stepper, feed = context.config, context.progress, context.stepper, context.feed
+    numbers = {
+        "step": progress.step,
+        "logged_step": progress.logged_step,
+        "elapsed": context.timer.elapsed,
+        "before": progress.bits_before,
+        "best": progress.bits_best,
+        "data_digest": feed.digest,
+        "data_modified": feed.batches.corpus.modified,
+    }
+    state = State(numbers, _weights(stepper), _rank_state(stepper), optimizer_state(stepper))
+    return checkpoint.save(
+        context.run_dir, config, state, keep=config.train.keep, place=place, world=stepper.world
+    )
 
 
 def restore(context: Context, start: Checkpoint) -> None:
@@ -59,9 +103,8 @@ def restore(context: Context, start: Checkpoint) -> None:
     progress.checkpoint = start.folder
     progress.logged_step = saved.logged_step
     progress.bits_before = saved.before
+    progress.bits_best = saved.best
     context.timer.before = progress.seconds = saved.elapsed
-    if saved.data_bytes != len(context.feed.batches.corpus):
-        log.warning("the data changed since %s was saved, so losses will differ", start.folder)
     context.metrics.write({"event": "resume", "step": progress.step})
     context.metrics.say(f"resumed from {start.folder} at step {progress.step}")
 

@@ -209,6 +209,11 @@ class Stepper:
             "skipped_in_a_row": int(streak),
         }
 
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Steps up to now without a finite gradient between them. Waits for the device."""
+        return int(self.window[4].item())
+
     def rehearse(self, rows: Tensor) -> None:
         """A whole step on one part that leaves weights, gradients and counts as they were."""
         self._step(rows[: self.part_rows], rehearsal=True)

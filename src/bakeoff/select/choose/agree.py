@@ -51,6 +51,7 @@ def agree(verdicts: list[Verdict]) -> list[Verdict]:
     decision = _share(Decision(verdicts))
     if decision.error:
         raise ContestError(f"rank 0 could not decide: {decision.error}")
+    policy.store.agreed_by = "rank 0"
     policy.store.agreed = {verdict.key: verdict for verdict in decision.verdicts}
     policy.forget()
     held = msgspec.json.encode(sorted(policy.store.agreed.items()))

@@ -115,7 +115,9 @@ class Store:
     def __init__(self) -> None:
         self.fresh: dict[tuple[str, str], Verdict] = {}
         self.agreed: dict[str, Verdict] | None = None
-        """Rank 0's verdicts by key, once the ranks of a job have agreed; then nothing else counts."""
+        """What alone decides, by key: rank 0's verdicts, once the ranks of a job have agreed; or the table of
+        a run that goes on."""
+        self.agreed_by = "rank 0"
         self.loaded: dict[tuple[Path, str], Table | None] = {}
         self.silent = False
 
@@ -138,7 +140,7 @@ class Store:
         """The best verdict for key `name`, or None."""
         if self.agreed is not None:
             row = self.agreed.get(name)
-            return Found(row, "rank 0", stale=False) if row else None
+            return Found(row, self.agreed_by, stale=False) if row else None
         fresh = self.fresh.get((_kind(device), name))
         if fresh and _current(op, fresh):  # a notebook may have declared the op once more
             return Found(fresh, "measured now", stale=False)

@@ -12,7 +12,7 @@ __all__ = ["doctor", "explain", "ops", "order"]
 
 
 @click.command(cls=Command)
-@click.argument("words", metavar="[OP ARGUMENT=SHAPE...]", nargs=-1)
+@click.argument("words", metavar="[RUN | OP ARGUMENT=SHAPE...]", nargs=-1)
 @options.device
 @click.option(
     "--grad", is_flag=True, help="Every floating tensor needs its gradient, as with a ' behind each."
@@ -26,13 +26,15 @@ __all__ = ["doctor", "explain", "ops", "order"]
 def explain(**values: Any) -> None:
     """What a call would run, and why.
 
-    Without OP: all verdicts of this machine's table.
+    RUN is the folder of a training run: all calls of its steps, measured or not. Without RUN and OP: all
+    verdicts of this machine's table.
     A tensor is written as dtype[shape], with a ' behind it where its gradient is needed and :strided or
     :other for its layout; flags as in Python. A whole key, as tables print it, works too. Quote them for your
     shell.
 
     Examples:
       bakeoff explain
+      bakeoff explain runs/NAME
       bakeoff explain rms_norm 'x=bf16[8192,4096]' 'weight=bf16[4096]' --grad
       bakeoff explain rms_norm "x=bf16[8192,4096]'" 'weight=bf16[4096]' --regime graph
     """

@@ -52,7 +52,9 @@ def train(**values: Any) -> None:
     RECIPE is llm-med-tiny (the default; a minute on 4 CPU cores), llm-med, llm-med-base, byte-spectral-tiny,
     byte-spectral, titan-mac-tiny, titan-mac, longnet-tiny or longnet.
     Settings come from the recipe, then the --config file, then KEY=VALUE arguments; the last one counts.
-    Ctrl-C finishes the step, saves and measures; the same command with --out goes on from there.
+    Ctrl-C finishes the step, saves and measures; the same command with --out goes on from there. SIGTERM and
+    SIGHUP do the same. The exit status is 0 where the run came to its end, 128 and the signal's number where
+    a signal ended it (130 for Ctrl-C, 143 for SIGTERM), 1 after an error.
 
     Examples:
       bakeoff train llm-med-tiny

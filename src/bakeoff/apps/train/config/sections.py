@@ -50,6 +50,8 @@ class Data(Section, frozen=True):
     """A file, or a folder read recursively; "stdlib" is the Python standard library's sources here."""
     holdout: Annotated[float, Meta(gt=0, lt=1)] = 0.05
     """Share of the bytes, at the end, that is never trained on."""
+    may_change: bool = False
+    """Go on, with a warning, where the bytes are no longer those that the run began with."""
 
 
 class Optim(Section, frozen=True):
@@ -114,11 +116,18 @@ class Train(Section, frozen=True):
     """Steps between checkpoints; 0 means only at the end."""
     keep: Positive = 2
     """Checkpoints kept."""
+    keep_best: bool = False
+    """Keep in RUN/best the checkpoint that measured best on held-out bytes; needs `eval_every`."""
     run_dir: str = ""
     """Folder of the run; empty means runs/RECIPE-DATE-TIME."""
     resume: str = "auto"
     """"auto": go on if run_dir holds a checkpoint. "never": refuse such a folder. Else a run or checkpoint to
     start from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_best and not self.eval_every:
+            raise ValueError("keep_best=true needs measurements to choose by: set eval_every, too")
 
 
 class Parallel(Section, frozen=True):
