@@ -30,10 +30,12 @@ class Fake:
 
     def __init__(self, **_: object) -> None:
         self.closed = 0
-        self.ended = False
 
     def contest(self, op: Any, case: Any, *_: Any, ready: Ready = lambda: None) -> Any:
         return self.acts[case.x.shape[0]](self, ready)
+
+    def stop(self, why: str) -> None:
+        pass
 
     def close(self) -> None:
         self.closed += 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -69,9 +70,10 @@ def tune(
     Args:
         step: one real training step (forward and backward). It runs exactly once.
         budget_s: seconds for all contests. Keys that no time is left for are listed and keep their heuristic;
-            a contest that would end well beyond the budget, judged by those before, is not begun. A
-            candidate that hangs, or compiles for longer than twice the budget (at least a minute, at most
-            two), is out once that is over.
+            a contest that would end well beyond the budget, judged by those before, is not begun. All of it
+            takes twice the budget at most, the step and the start of processes included, unless the step
+            alone takes longer than the budget: contests may then take that much again. What is not
+            settled by then is given up. (Contests of ops that no other process can import can't be.)
         regimes: settle these; default: those of the device (``eager``, on CUDA also ``graph``), and
             ``compiled`` for ops met inside torch.compile.
         peers: let installed third-party candidates compete, too. Some spend a minute on tuning themselves at
@@ -120,7 +122,9 @@ def tune(
         with recording() as recorded:
             step()
         done, wanted = _sorted(recorded, regimes, peers, force, thorough)
-        found = _settled(wanted, workers, budget_s, announce)
+        left_s = max(start + 2 * budget_s - time.monotonic(), budget_s)
+        with _ended_after(left_s, workers, budget_s):
+            found = _settled(wanted, workers, budget_s, announce)
     unsettled = {name: str(error) for (name, _), error in found.items() if isinstance(error, ContestError)}
     held = [verdicts for verdicts in found.values() if not isinstance(verdicts, ContestError)]
     new = [verdict for verdicts in held for verdict in verdicts]
@@ -128,6 +132,20 @@ def tune(
     if any(verdict.regime == "compiled" for verdict in new):  # compiled code holds the choices of before
         torch.compiler.reset()
     return TuneReport((*done, *new), len(held), unsettled, time.monotonic() - start)
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float, workers: Workers, budget_s: float) -> Iterator[None]:
+    """Inside, contests end after so many seconds, in the middle of one if need be."""
+    timer = threading.Timer(
+        min(seconds, threading.TIMEOUT_MAX), workers.stop, [f"twice the budget of {budget_s:g} s was spent"]
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _sorted(

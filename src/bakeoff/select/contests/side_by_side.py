@@ -56,10 +56,14 @@ class Workers:
     def __enter__(self) -> "Workers":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.turns.stop()
+    def stop(self, why: str) -> None:
+        """Let the contests in hand, and all later ones, fail at once with this reason; from any thread."""
         for worker in self.workers:
-            worker.ended = True
+            worker.stop(why)
+        self.turns.stop()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop("interrupted")
         self.close()
         self._join()
         self.close()  # what began in that moment

@@ -89,8 +89,8 @@ class Worker:
         self.stage_limit_s = stage_limit_s
         self.announce = announce
         self.process: subprocess.Popen[bytes] | None = None
-        self.ended = False
-        """No process is started any more."""
+        self.ended = ""
+        """Why no process is started any more."""
         self.answers: queue.Queue[Answer | None] = queue.Queue()
         self.complaints = b""
         """The end of what the worker wrote to its standard error."""
@@ -121,6 +121,8 @@ class Worker:
                 raise
             if verdicts is not None:
                 return [_by_our_hashes(op, verdict) for verdict in verdicts]
+            if self.ended:
+                raise ContestError(self.ended)
             if not at_work:
                 raise ContestError(reason)
             self.close()
@@ -143,6 +145,15 @@ class Worker:
                 process.stdin.close()
             self._join()
             self.process = None
+
+    def stop(self, why: str) -> None:
+        """End the process at once, from any thread; the contest in hand fails with this reason, as all later
+        ones do."""
+        self.ended = why
+        process = self.process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def _join(self) -> None:
         for reader in filter(threading.Thread.is_alive, self.readers):  # one may not have begun
@@ -210,7 +221,7 @@ class Worker:
         if self.process is not None:
             return
         if self.ended:
-            raise ContestError("interrupted")
+            raise ContestError(self.ended)
         reader, writer = os.pipe()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         environment.pop("BAKEOFF_POLICY", None)
@@ -238,6 +249,12 @@ class Worker:
             ]
             for thread in self.readers:
                 thread.start()
+        self._stop_late()
+
+    def _stop_late(self) -> None:
+        """End a process that began while `stop` was called."""
+        if self.ended:
+            self.stop(self.ended)
 
     def _read(self, reader: int, answers: "queue.Queue[Answer | None]") -> None:
         torn = contextlib.suppress(msgspec.DecodeError)  # a line cut off by the worker's death

@@ -36,6 +36,7 @@ for _command in (
     training.train,
     training.tune,
     training.generate,
+    training.export,
     measuring.bench,
     measuring.compare,
     inspecting.explain,

@@ -1,4 +1,4 @@
-"""demo, train, tune, generate."""
+"""demo, train, tune, generate, export."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from bakeoff.apps.cli.commands import options
 from bakeoff.apps.cli.commands.group import Command
 from bakeoff.apps.cli.commands.options import FILE, Finite
 
-__all__ = ["demo", "generate", "train", "tune"]
+__all__ = ["demo", "export", "generate", "train", "tune"]
 
 
 @click.command(cls=Command)
@@ -121,3 +121,22 @@ def generate(**values: Any) -> None:
     from bakeoff.apps.cli.generating import stream
 
     stream(**values)
+
+
+@click.command(cls=Command)
+@click.argument("run", type=FILE)
+@options.out("Folder to write, new or empty. [default: RUN-exported, here]")
+def export(**values: Any) -> None:
+    """A trained run for programs without bakeoff.
+
+    RUN is the folder that bakeoff train printed, or one of its checkpoints. Writes its weights as
+    safetensors, its configuration, and its model as a self-contained program of torch.export, which is
+    checked to give the model's logits.
+
+    Examples:
+      bakeoff export runs/a --out a
+      python -c 'import torch; program = torch.export.load("a/program.pt2").module()'
+    """
+    from bakeoff.apps.cli.exporting import run
+
+    run(**values)

@@ -1,0 +1,111 @@
+"""`bakeoff export`: a program that runs where there is no bakeoff and gives the model's logits."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from bakeoff.apps import export as module
+from bakeoff.apps.cli import main
+from bakeoff.apps.export import Exported, ExportError, export
+from bakeoff.apps.train import checkpoint, load_run
+from bakeoff.apps.train.checkpoint import State
+from bakeoff.apps.train.config import Config
+from bakeoff.models import build, byte_spectral, llm_med, longnet, titan_mac
+from bakeoff.select import using
+
+MODELS: dict[str, Any] = {
+    "llm-med": llm_med.Config(d_model=16, layers=1, heads=2, max_seq_len=16),
+    "byte-spectral": byte_spectral.Config(d_model=16, layers=1, max_seq_len=16),
+    "titan-mac": titan_mac.Config(
+        d_model=16, layers=1, heads=2, segment=8, chunk=8, persistent=2, max_seq_len=16
+    ),
+    "longnet": longnet.Config(d_model=16, layers=1, heads=2, max_seq_len=16, segments=(8, 16), rates=(1, 2)),
+}
+
+# Loads programs, and the ids that the test left, where nothing called bakeoff can be imported.
+STRANGER = """
+    import sys
+    sys.modules["bakeoff"] = None
+    import torch
+    from pathlib import Path
+    for folder in map(Path, sys.argv[1:]):
+        program = torch.export.load(folder / "program.pt2").module()
+        ids = torch.load(folder / "ids.pt")
+        torch.save([program(each).detach() for each in ids], folder / "logits.pt")
+    assert not any(name.startswith("bakeoff.") for name in sys.modules)
+"""
+
+
+def saved(config: Any, run_dir: Path) -> Path:
+    """A run that ended at once, with weights that are not those of a start."""
+    torch.manual_seed(1)
+    model = build(config)
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    weights = {name: value.detach() for name, value in model.state_dict().items()}
+    run_dir.mkdir()
+    checkpoint.save(run_dir, Config(model=config), State({"step": 1}, weights, {}, {}), keep=1)
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [("llm-med", "byte-spectral"), pytest.param(("titan-mac", "longnet"), marks=pytest.mark.exhaustive)],
+)
+def test_programs_give_the_models_logits_without_bakeoff(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    for kind in kinds:
+        run_dir, out = saved(MODELS[kind], tmp_path / f"{kind}-run"), tmp_path / kind
+        done = CliRunner().invoke(main, ["export", str(run_dir), "--out", str(out)])
+        assert done.exit_code == 0, done.output
+        assert "length up to 16] int64" in done.stdout
+        rows = 1 if "ids [1, " in done.stdout else 3
+        torch.save([torch.randint(256, (rows, length)) for length in (16, 9, 2)], out / "ids.pt")
+    stranger = [sys.executable, "-c", textwrap.dedent(STRANGER), *kinds]
+    ran = subprocess.run(stranger, capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    for kind in kinds:
+        out = tmp_path / kind
+        model, _ = load_run(tmp_path / f"{kind}-run")
+        for ids, found in zip(torch.load(out / "ids.pt"), torch.load(out / "logits.pt"), strict=True):
+            with using("off"), torch.no_grad():
+                expected = model(ids)[0]
+            assert found.dtype == torch.float32
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        weights = load_file(out / "model.safetensors")
+        assert set(weights) == set(model.state_dict())
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_program_with_other_logits_is_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Off(module._Logits):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids) + 1.0
+
+    monkeypatch.setattr(module, "_Logits", Off)
+    run_dir = saved(MODELS["llm-med"], tmp_path / "run")
+    with pytest.raises(ExportError, match=r"logits differ by 1.0e\+00 at rows of"):
+        export(run_dir, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_can_not_be_exported_is_said_first(tmp_path: Path) -> None:
+    run_dir = saved(MODELS["llm-med"], tmp_path / "run")
+    with pytest.raises(ExportError, match="run is not empty: give another --out"):
+        export(run_dir, run_dir)
+    with pytest.raises(ExportError, match=r"can't write to .*step.*config.toml/x \(Not a directory\)"):
+        export(run_dir, run_dir / "checkpoints" / "step-00000001" / "config.toml" / "x")
+    done = CliRunner().invoke(main, ["export", str(tmp_path / "none")])
+    assert done.exit_code == 1
+    assert "none holds no checkpoint" in done.stderr
+
+
+def test_what_a_program_takes_is_said() -> None:
+    assert Exported(Path(), 64, any_length=True, any_batch=True).takes == "ids [batch, length up to 64] int64"
+    assert Exported(Path(), 64, any_length=False, any_batch=False).takes == "ids [1, 64] int64"
