@@ -8,9 +8,12 @@ import textwrap
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bakeoff.models.llm_med import Config as ModelConfig
+from bakeoff.models.longnet import Config as LongNetConfig
+from bakeoff.apps.train import resolve
 from bakeoff.apps.train.config import Config, Data, Metrics, Parallel, Select, Train, to_toml
 from bakeoff.apps.train.metrics import read_metrics
 
@@ -71,6 +74,17 @@ def free_port() -> int:
         return int(held.getsockname()[1])
 
 
+@pytest.fixture
+def in_parts(settings: Path) -> Path:
+    """The same of a model whose rows two ranks share."""
+    model = LongNetConfig(d_model=16, layers=1, heads=2, max_seq_len=16, segments=(4, 16), rates=(1, 2))
+    parallel = Parallel(dead_after_s=DEAD_AFTER_S, cp=2)
+    settings.write_text(
+        to_toml(msgspec.structs.replace(resolve(Config(), settings), model=model, parallel=parallel))
+    )
+    return settings
+
+
 def launch(settings: Path, world: int, who: int, what: str) -> list[subprocess.Popen[str]]:
     port = free_port()
     found = []
@@ -119,6 +133,13 @@ def test_a_killed_rank_is_named_within_seconds(settings: Path, world: int, who: 
         assert f"rank {who}" in text.splitlines()[-1]
         assert "is dead: no sign of life for 3 s" in text or "can't be reached" in text
         assert "it goes on from its last checkpoint" in text
+
+
+def test_a_killed_rank_is_named_by_the_one_that_shares_its_rows(in_parts: Path) -> None:
+    (text,), seconds = ended(in_parts, 2, 1, "SIGKILL")
+    assert seconds < SOON_S
+    assert "rank 1 is dead: no sign of life for 3 s" in text.splitlines()[-1]
+    assert "it goes on from its last checkpoint" in text
 
 
 def test_a_rank_that_hangs_is_named_within_seconds(settings: Path) -> None:

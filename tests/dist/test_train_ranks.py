@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from bakeoff.errors import BakeoffError
 from bakeoff.models.llm_med import Config as ModelConfig
+from bakeoff.models.longnet import Config as LongNetConfig
 from bakeoff.parallel import World
 from bakeoff.apps.train import ConfigError, moments, resolve, setup, train
 from bakeoff.apps.train.checkpoint import latest, steps
@@ -82,6 +84,31 @@ def test_losses_are_those_of_one_rank(ranks: Ranks, base: Path, world: int, mode
     (start,) = [r for r in read_metrics(base.parent / "many" / "metrics.jsonl") if r["event"] == "start"]
     assert (start["ranks"], start["parallel"]) == (world, mode)
     ends = [latest(base.parent / name) for name in ("alone", "many")]
+    for name, tensor in ends[0].weights.items():
+        torch.testing.assert_close(ends[1].weights[name], tensor, rtol=1e-3, atol=2e-4)
+
+
+def trained_in_parts(rank: int, base: Path) -> None:
+    trained(rank, base, "ddp", "parallel.cp=2")
+    trained(rank, base, "fsdp", "parallel.cp=2", "parallel.mode=fsdp", "train.steps=4")
+    with pytest.raises(ConfigError, match=r"cp=3 ranks share a row, and 2 were launched: launch a multiple"):
+        run(base, "refused", "parallel.cp=3")
+
+
+def test_losses_of_rows_in_parts_are_those_of_one_rank(ranks: Ranks, base: Path) -> None:
+    """Context parallelism: each of two ranks has one half of every row, and one segment is longer."""
+    model = LongNetConfig(
+        d_model=24, layers=2, heads=2, max_seq_len=32, segments=(8, 32), rates=(1, 2), d_ff=32
+    )
+    config = resolve(Config(), base)
+    base.write_text(to_toml(msgspec.structs.replace(config, model=model)))
+    run(base, "alone")
+    ranks(2, trained_in_parts, base)
+    alone, ddp, fsdp = (curve(base, name) for name in ("alone", "ddp", "fsdp"))
+    assert alone["loss"][-1] < alone["loss"][0] - 1
+    assert_same(alone, ddp)
+    assert_same({name: alone[name][:4] for name in ("loss", "grad_norm")}, fsdp)
+    ends = [latest(base.parent / name) for name in ("alone", "ddp")]
     for name, tensor in ends[0].weights.items():
         torch.testing.assert_close(ends[1].weights[name], tensor, rtol=1e-3, atol=2e-4)
 

@@ -7,8 +7,7 @@ from bakeoff.ops.dilated_attention import OP, dilated_attention
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 from bakeoff.select.contests.verify import verify, yardsticks
 
-IMPLS = ["eager", "flash", "cudnn", "efficient", "fused", "cuda"]
-
+IMPLS = ["eager", "flash", "cudnn", "efficient", "flex", "fused", "cuda"]
 
 SMALL = [case for case in OP.cases() if case.q.shape[1] <= 2048]
 GRID = [(case, impl) for case in OP.cases() if case.q.shape[1] <= 10000 for impl in IMPLS[1:]]
@@ -18,6 +17,20 @@ GRID = [(case, impl) for case in OP.cases() if case.q.shape[1] <= 10000 for impl
 def test_kernels_pass_the_contest_verification(case):
     _, deterministic = verify(OP, OP.candidate("fused"), yardsticks(OP, case))
     assert deterministic
+
+
+SHORT = [case for case in SMALL if case.name in ("4x2048x8x64 causal", "odd", "rows unselected")]
+
+
+@pytest.mark.parametrize("impl", ["efficient", "flex"])
+@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
+def test_attention_kernels_of_pytorch_pass_the_contest_verification(case, impl):
+    candidate = OP.candidate(impl)
+    if reasons := candidate.reasons(case):
+        assert impl == "flex", reasons
+        assert "rates divide" in reasons[0]
+        return
+    verify(OP, candidate, yardsticks(OP, case))
 
 
 @pytest.mark.parametrize("causal", [False, True])

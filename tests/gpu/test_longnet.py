@@ -1,4 +1,4 @@
-"""LongNetLM on a GPU: steps never wait, a replayed step is the eager one, what it writes."""
+"""LongNet on a GPU: steps never wait, a replayed step is the eager one, what LongNetLM writes."""
 
 from typing import Any
 
@@ -9,8 +9,9 @@ import bakeoff
 from bakeoff.apps.train.config import Config as RunConfig
 from bakeoff.apps.train.config import Optim, Train
 from bakeoff.apps.train.step import Stepper
-from bakeoff.graphs import forbid_sync
-from bakeoff.models.longnet import Cache, Config, LongNetLM
+from bakeoff.graphs import capture_step, forbid_sync
+from bakeoff.models.longnet import Cache, Config, ImageConfig, ImageLongNet, LongNetLM
+from bakeoff.optim import AdamW
 from bakeoff.select import using
 
 CUDA = torch.device("cuda", 0)
@@ -85,3 +86,49 @@ def test_it_writes_text_and_leaks_nothing() -> None:
     assert text.shape == (2, 75)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         bakeoff.assert_causal(model, length=128, samples=2, check_decode=False)
+
+
+def test_steps_on_images_never_wait_and_replay_as_they_run() -> None:
+    """Training of ImageLongNet, eager under the guard and captured: equal losses and weights."""
+    config = ImageConfig(
+        shape=(32, 32),
+        patch=2,
+        d_model=48,
+        layers=3,
+        heads=4,
+        segments=(64, 256),
+        rates=(1, 4),
+        labels="cell",
+    )
+    draw = torch.Generator().manual_seed(1)
+    images = [torch.randn(4, 3, 32, 32, generator=draw).to(CUDA) for _ in range(STEPS)]
+    targets = torch.randint(10, (4, 16, 16), generator=draw).to(CUDA)
+    ends, losses = [], []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        model = ImageLongNet(config).to(CUDA).train()
+        optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-3, device=CUDA))
+
+        def step(batch: Tensor, model: ImageLongNet = model, optimizer: AdamW = optimizer) -> Tensor:
+            _, loss = model(batch, targets)
+            assert loss is not None
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        with using(regime="graph"):
+            run = capture_step(step) if capture else step
+            found = []
+            for number, batch in enumerate(images):
+                if number < 3 or capture:
+                    found.append(run(batch).clone())
+                    continue
+                with forbid_sync():
+                    found.append(run(batch))
+        ends.append([p.detach().clone() for p in model.parameters()])
+        losses.append(torch.stack(found))
+        assert not capture or run.captured  # type: ignore[attr-defined]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

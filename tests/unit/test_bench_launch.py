@@ -22,6 +22,9 @@ def test_cases_of_a_length() -> None:
         512
     ] * 2
     assert case.name == "T=512"
+    case = launch.at_length(find_op("dilated_attention"), 256, "cpu")  # whose v is declared to be as k
+    assert case is not None
+    assert {meta.shape[:2] for meta in case.tensors.values()} == {(1, 256)}
     assert launch.at_length(find_op("rms_norm"), 512, "cpu") is None  # has rows, but no positions
     assert launch.at_length(find_op("adamw_"), 512, "cpu") is None
 

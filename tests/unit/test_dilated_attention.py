@@ -314,3 +314,46 @@ def test_examples() -> None:
 
     module = sys.modules["bakeoff.ops.dilated_attention"]
     assert doctest.testmod(module).failed == 0
+
+
+def test_segments_that_torch_compile_keeps_open() -> None:
+    def quarters(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        T = q.shape[1]
+        return dilated_attention(q, k, v, (T // 4, T), (1, 2), causal=True)
+
+    program = torch.compile(quarters, dynamic=True, fullgraph=True, backend="aot_eager")
+    for T in (32, 48):
+        inputs = torch.randn(3, 1, T, 2, 8)
+        torch.testing.assert_close(program(*inputs), quarters(*inputs))
+
+
+@pytest.mark.parametrize("combine_grad", ["exact", "detached"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_branches_by_flex_attention(causal: bool, combine_grad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PyTorch's own FlexAttention forward, and with the formula it stands for, which has a gradient on
+    the CPU, too."""
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float, return_lse: bool) -> Any:
+        scores = q @ k.mT * scale
+        if block_mask is not None:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    monkeypatch.setattr(branches, "_flexed", branches._flexible)
+    inputs = [torch.randn(2, 128, h, 16, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2)]
+    args = ("32,64,256", "2,4,8", causal, "mod", combine_grad, None, None, True)  # some rows unselected
+    want, lse = reference(*inputs, *args)
+    with torch.no_grad():
+        y, level = branches.flex(*inputs, *args)
+    torch.testing.assert_close(y, want)
+    torch.testing.assert_close(level, lse)
+    monkeypatch.setattr(branches, "flex_attention", formula)
+    y, level = branches.flex(*inputs, *args)
+    torch.testing.assert_close(y, want)
+    found, exact = (y, level), (want, lse)
+    dy = [torch.randn_like(y), torch.randn_like(lse).masked_fill(lse == -torch.inf, 0.0)]
+    if combine_grad == "detached":  # the lse has no gradient there
+        found, exact, dy = found[:1], exact[:1], dy[:1]
+    slopes = (torch.autograd.grad(outputs, inputs, dy) for outputs in (found, exact))
+    for got, right in zip(*slopes, strict=True):
+        torch.testing.assert_close(got, right)

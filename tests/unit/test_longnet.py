@@ -190,7 +190,9 @@ def test_a_cache_is_of_one_model_and_one_batch() -> None:
         model.decode(torch.randint(256, (3, 1)), cache)
     with pytest.raises(ValueError, match=r"made for another model: use Cache\(model.config\)"):
         model.decode(ids, Cache(perturbed(tie=False).config))
-    with pytest.raises(TypeError, match=r"cache must be a bakeoff.models.longnet.Cache, got a builtins"):
+    with pytest.raises(
+        TypeError, match=r"cache must be a bakeoff.models.longnet.attention.Cache, got a builtins"
+    ):
         model.decode(ids, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"a row of 41 symbols is longer than max_seq_len=40"):
         model.decode(torch.randint(256, (2, 36)), cache)
@@ -493,5 +495,5 @@ def test_images_of_another_form_are_refused() -> None:
         model(images, targets[:2])
     with pytest.raises(TypeError, match=r"targets are torch.float32"):
         model(images, targets.float())
-    with pytest.raises(TypeError, match=r"config must be a bakeoff.models.longnet.ImageConfig"):
+    with pytest.raises(TypeError, match=r"config must be a bakeoff.models.longnet.image.ImageConfig"):
         ImageLongNet(Config(**SMALL))  # type: ignore[arg-type]

@@ -11,9 +11,10 @@ from rich.console import Console
 from torch import Tensor
 
 from bakeoff.apps.train import ConfigError, TrainError, device, resolve, setup, step, train
-from bakeoff.apps.train.config import Config, Data, Select, Train
+from bakeoff.apps.train.config import Config, Data, Parallel, Select, Train
 from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.graphs import NotCapturable
+from bakeoff.models import llm_med, longnet
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.parallel import World
 from bakeoff.select.choose.policy import current
@@ -147,3 +148,20 @@ def test_without_cuda_nothing_is_captured_and_nothing_said(base: Config) -> None
     rows, said = run(resolve(base, None, ["train.capture=auto"]))
     assert "captur" not in said
     assert all(row["event"] != "capture" for row in rows)
+
+
+def test_rows_are_shared_where_model_ranks_and_lengths_allow_it() -> None:
+    def config(model: Any, cp: int, **changes: Any) -> Config:
+        return Config(model=model, train=Train(batch_size=8, **changes), parallel=Parallel(cp=cp))
+
+    model = longnet.Config.sizes("tiny")
+    assert device.spread_mode(config(model, 2), 2) == "ddp"
+    assert device.spread_mode(config(model, 4), 8) == "ddp"
+    with pytest.raises(ConfigError, match=r"cp=2 ranks share a row, and 1 were launched"):
+        device.spread_mode(config(model, 2), 1)
+    with pytest.raises(ConfigError, match=r"cp=2 is for longnet"):
+        device.spread_mode(config(llm_med.Config.sizes("tiny"), 2), 2)
+    with pytest.raises(ConfigError, match=r"can't share rows of 255 bytes in equal parts"):
+        device.spread_mode(config(model, 2, seq_len=255), 2)
+    with pytest.raises(ConfigError, match=r"by 4 groups of 2 ranks of train.accumulate=4 parts"):
+        device.spread_mode(config(model, 2, accumulate=4), 8)

@@ -56,9 +56,11 @@ ALLOWED: dict[str, dict[str, str]] = {
         "ByteCorpus._fill": "NumPy integers of file sizes",
         "split": "a share of a number of bytes",
     },
-    "models/longnet.py": {
-        "LongNetLM.flops_per_token": "a number of FLOPs, of the configuration",
+    "models/longnet/image.py": {
         "ImageConfig.__post_init__": "numbers of the configuration",
+    },
+    "models/longnet/text.py": {
+        "LongNetLM.flops_per_token": "a number of FLOPs, of the configuration",
     },
     "models/titan_mac.py": {
         "TitanMAC.flops_per_token": "a number of FLOPs, of the configuration",

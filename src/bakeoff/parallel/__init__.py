@@ -3,7 +3,7 @@
 from bakeoff.parallel.context import attention, context_plan, dilated_attention
 from bakeoff.parallel.exchange import borders
 from bakeoff.parallel.plan import ContextPlan
-from bakeoff.parallel.spread import full, replicas, sharded, total_norm
+from bakeoff.parallel.spread import full, groups_of, replicas, sharded, total_norm
 from bakeoff.parallel.watch import RankError
 from bakeoff.parallel.world import ALONE, World, joined, launched, local_rank
 
@@ -17,6 +17,7 @@ __all__ = [
     "context_plan",
     "dilated_attention",
     "full",
+    "groups_of",
     "joined",
     "launched",
     "local_rank",

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["full", "replicas", "sharded", "total_norm"]
+__all__ = ["full", "groups_of", "replicas", "sharded", "total_norm"]
 
 
 def replicas(model: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -26,6 +26,11 @@ def sharded(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device,
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def groups_of(count: int, device: torch.device, size: int) -> DeviceMesh:
+    """The group of `count` consecutive ranks, of `size`, that this one is in (all ranks must ask)."""
+    return init_device_mesh(device.type, (size // count, count), mesh_dim_names=("groups", "own"))["own"]
 
 
 def full(tensor: Tensor) -> Tensor:

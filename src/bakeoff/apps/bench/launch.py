@@ -64,6 +64,8 @@ def at_length(op: Op, length: int, device: str) -> Case | None:
 
 def _resized(rules: Arguments, name: str, meta: TensorMeta, length: int) -> TensorMeta:
     rule = rules.rules.get(name)
+    if isinstance(rule, Tensor) and rule.shape.startswith("as "):
+        rule = rules.rules.get(rule.shape.removeprefix("as "))
     words = rule.shape.split() if isinstance(rule, Tensor) else []
     if "T" not in words or len(words) != len(meta.shape):
         return meta

@@ -10,6 +10,7 @@ import torch
 
 from bakeoff.apps.train.config import Config, ConfigError
 from bakeoff.apps.train.result import TrainError
+from bakeoff.models import longnet
 from bakeoff.parallel import World, joined, launched, local_rank
 
 __all__ = ["Placement", "memory_errors", "pick_device", "placed"]
@@ -64,16 +65,32 @@ def pick_device(name: str) -> torch.device:
 def spread_mode(config: Config, ranks: int) -> str:
     """How this many ranks share the work: "none", "ddp" or "fsdp". Raises ConfigError where they can't."""
     mode, train = config.parallel.mode, config.train
+    cp = config.parallel.cp
+    if ranks % cp:
+        raise ConfigError(
+            f"parallel.cp={cp} ranks share a row, and {ranks} were launched: launch a multiple of {cp}, such "
+            f"as torchrun --nproc-per-node {cp} -m bakeoff train ..."
+        )
+    if cp > 1 and not isinstance(config.model, longnet.Config):
+        raise ConfigError(
+            f"parallel.cp={cp} is for longnet: of other models ranks can't share rows; use cp=1"
+        )
+    if config.seq_len % cp:
+        raise ConfigError(
+            f"parallel.cp={cp} ranks can't share rows of {config.seq_len} bytes in equal parts: set "
+            f"train.seq_len to a multiple of {cp}"
+        )
     if ranks == 1:
         return "none"
     if mode == "none":
         raise ConfigError(
             f"parallel.mode='none' is for one process, and {ranks} were launched: use ddp or fsdp"
         )
-    parts = train.accumulate * ranks
+    parts = train.accumulate * ranks // cp
     if train.batch_size % parts:
+        groups = f"{ranks} ranks" if cp == 1 else f"{ranks // cp} groups of {cp} ranks"
         raise ConfigError(
-            f"train.batch_size={train.batch_size} can't be shared by {ranks} ranks of "
+            f"train.batch_size={train.batch_size} can't be shared by {groups} of "
             f"train.accumulate={train.accumulate} parts each: make it a multiple of {parts}"
         )
     if train.capture == "on":

@@ -63,8 +63,8 @@ def open_inputs(config: Config, placement: Placement, lock: RunLock) -> Inputs:
         seq_len=config.seq_len,
         batch_size=config.train.batch_size,
         seed=config.train.seed,
-        rank=world.rank,
-        world_size=world.size,
+        rank=world.rank // config.parallel.cp,  # ranks that share rows read the same
+        world_size=world.size // config.parallel.cp,
     )
     rows = held_out_rows(corpus, held_out, config.seq_len, config.train.eval_rows).to(placement.device)
     run_dir, start = open_run(config, lock, world)

@@ -17,7 +17,7 @@ from bakeoff.models.llm_med import LLMMed
 from bakeoff.models.longnet import LongNetLM
 from bakeoff.models.titan_mac import TitanMAC
 from bakeoff.optim import AdamW, DeepNestedOptimizer, nested_groups
-from bakeoff.parallel import ALONE, World, replicas, sharded, total_norm
+from bakeoff.parallel import ALONE, World, groups_of, replicas, sharded, total_norm
 from bakeoff.select.choose.policy import untuned
 
 __all__ = ["Stepper", "adamw", "learning_rate", "optimizer", "uses_bf16"]
@@ -80,6 +80,7 @@ class Stepper:
 
     A step whose loss or gradient is not finite changes neither weights nor optimizer state, and is counted.
     With several ranks each takes its rows of the global batch; loss and gradients are means over all of it.
+    Ranks in groups of `parallel.cp` take the same rows, and each a part of their bytes.
     """
 
     def __init__(
@@ -117,7 +118,12 @@ class Stepper:
     def part_rows(self) -> int:
         """Rows of one pass on this rank."""
         train = self.config.train
-        return train.batch_size // train.accumulate // self.world.size
+        return train.batch_size // train.accumulate // self.groups
+
+    @property
+    def groups(self) -> int:
+        """How many groups of ranks have rows of their own."""
+        return self.world.size // self.config.parallel.cp
 
     def __call__(self, rows: Tensor, lr: float) -> None:
         """A step on this rank's `rows` [B, T + 1] uint8 at rate `lr`."""
@@ -222,10 +228,10 @@ class Stepper:
     def bits_per_byte(self, rows: Tensor) -> float:
         """Mean cross entropy of `rows` [N, T + 1] uint8 in bits, without dropout. Waits for the device.
 
-        Each rank takes its share of the same `rows`; all make equally many passes, as shards need that.
+        Each group takes its share of the same `rows`; all make equally many passes, as shards need that.
         """
-        share = math.ceil(len(rows) / self.world.size)
-        mine = rows[self.world.rank * share :][:share]
+        share, cp = math.ceil(len(rows) / self.groups), self.config.parallel.cp
+        mine = rows[self.world.rank // cp * share :][:share]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.eval()
         with _uncompiled(self.config.train.compile), untuned():
@@ -237,11 +243,14 @@ class Stepper:
                 if len(part):
                     total += loss.double() * len(part)
         self.model.train()
-        return self.world.total(total).item() / len(rows) / math.log(2.0)
+        return self.world.total(total).item() / cp / len(rows) / math.log(2.0)
 
 
 def _spread(model: nn.Module, config: Config, device: torch.device, world: World, mode: str) -> nn.Module:
     """`model`, compiled if the configuration asks for it, and spread over ranks."""
+    if config.parallel.cp > 1:
+        assert isinstance(model, LongNetLM)
+        model.share_rows(groups_of(config.parallel.cp, device, world.size))
     layers = [layer for part in model.children() if isinstance(part, nn.ModuleList) for layer in part]
     if config.train.compile:
         # Shards are gathered between layers, where compiled code would break anyway.

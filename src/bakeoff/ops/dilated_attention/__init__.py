@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch.compiler import is_compiling
 
 from bakeoff.ops.dilated_attention.op import OP
 from bakeoff.select import call
@@ -98,4 +99,6 @@ def phase_table(rates: Sequence[int], kv_heads: int, layer: int = 0) -> tuple[tu
 
 def _text(sizes: Sequence[int]) -> str:
     """Whole numbers as the op takes them: what decides is a key, and a key is text."""
+    if is_compiling():  # sizes that torch.compile keeps open, such as T // 4, become those of this call
+        sizes = [len(range(size)) if isinstance(size, int) and size > 0 else size for size in sizes]
     return ",".join([str(size) for size in sizes])

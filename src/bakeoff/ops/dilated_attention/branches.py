@@ -6,11 +6,13 @@ lies. Elsewhere branches go in the pieces of `plain`.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from bakeoff.ops.dilated_attention import plain
 from bakeoff.ops.dilated_attention.plain import BACKENDS
@@ -18,7 +20,7 @@ from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.compiled import compiled, compiler_missing
 
-__all__ = ["cudnn", "efficient", "even", "flash", "supports"]
+__all__ = ["cudnn", "efficient", "even", "flash", "flex", "flex_supports", "supports"]
 
 
 def even(pattern: Pattern, T: int) -> bool:
@@ -60,7 +62,7 @@ def _mix(pattern: Pattern, B: int, T: int, *parts: Tensor) -> tuple[Tensor, Tens
     outs, selected = _spread(pattern, B, T, *parts[:count])
     lses, _ = _spread(pattern, B, T, *parts[count:])
     lses = [lse.masked_fill(~sel, -torch.inf) for lse, sel in zip(lses, selected, strict=True)]
-    top = torch.stack(lses).amax(0)
+    top = torch.stack(lses).amax(0).detach()
     shift = torch.where(top > -torch.inf, top, 0.0)
     weights = [torch.exp(lse - shift) for lse in lses]
     total = torch.stack(weights).sum(0)
@@ -159,6 +161,46 @@ def _candidate(name: str) -> Callable[..., Any]:
 flash, cudnn, efficient = _candidate("flash"), _candidate("cudnn"), _candidate("efficient")
 
 
+def _flexible(
+    pattern: Pattern, masks: tuple[Any, ...], detached: bool, scale: float, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """All branches by FlexAttention, whose lse carries a gradient, so that autograd does the rest."""
+    B, T, H, _ = q.shape
+    G = H // k.shape[2]
+    k, v = (x if G == 1 else x.repeat_interleave(G, 2) for x in (k, v))
+    rows = zip(*(_collect(pattern, x) for x in (q, k, v)), masks, strict=True)
+    made = [
+        flex_attention(own_q, own_k, own_v, block_mask=mask, scale=scale, return_lse=True)
+        for own_q, own_k, own_v, mask in rows
+    ]
+    lses = [lse.detach() if detached else lse for _, lse in made]
+    return _mix(pattern, B, T, *[out for out, _ in made], *lses)
+
+
+_flexed = compiled(_flexible)
+
+
+@lru_cache(maxsize=64)
+def _causal(L: int, device: torch.device) -> BlockMask:
+    """Which blocks of L causal rows there are to look at."""
+    with torch.inference_mode(False):
+        return create_block_mask(lambda b, h, t, u: u <= t, None, None, L, L, device=str(device))
+
+
+def flex(
+    q: Tensor, k: Tensor, v: Tensor, segments: str, rates: str, causal: bool, phase: str,
+    combine_grad: str, cu_seqlens: Tensor | None, scale: float | None, return_lse: bool,
+) -> Any:  # fmt: skip
+    """dilated_attention with PyTorch's FlexAttention in each branch, collected and mixed in one program."""
+    del cu_seqlens
+    pattern = pattern_of(segments, rates, phase, k.shape[2])
+    lengths = [min(w, q.shape[1]) // r for w, r in zip(pattern.segments, pattern.rates, strict=True)]
+    masks = tuple(_causal(L, q.device) if causal else None for L in lengths)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    y, lse = _flexed(pattern, masks, combine_grad == "detached", scale, q, k, v)
+    return (y, lse) if return_lse else y
+
+
 def supports(case: Case, name: str) -> str | None:
     """Why the branches can't be computed by the back end `name`, or None."""
     if not case.device.startswith("cuda"):
@@ -175,4 +217,19 @@ def supports(case: Case, name: str) -> str | None:
     step = 8 if half else 4
     if limit < D or D % step:
         return f"takes heads up to {limit} wide, in steps of {step}, not {D}"
+    return compiler_missing(case)
+
+
+def flex_supports(case: Case) -> str | None:
+    """Why FlexAttention can't compute the branches, or None."""
+    if not case.device.startswith("cuda"):
+        return f"runs on CUDA, not on {case.device}"
+    if case.cu_seqlens is not None:
+        return "takes no packed documents"
+    if case.q.dtype == torch.float64:
+        return "takes no float64"
+    if case.return_lse and case.needs_grad and case.combine_grad == "detached":
+        return "has no gradient of the lse beside detached weights"
+    if not even(pattern_of(case.segments, case.rates, case.phase, case.k.shape[2]), case.q.shape[1]):
+        return "takes branches whose rates divide their segments, and these T"
     return compiler_missing(case)

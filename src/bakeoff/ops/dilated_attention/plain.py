@@ -127,7 +127,9 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> t
 def _efficient_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Its lse has room up to a multiple of 32 rows.
+    # Its kernels take the output's strides to be those it was made with, [N, L, H, D], and read elsewhere
+    # otherwise; and the lse to have room up to a multiple of 32 rows.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
     seed = q.new_zeros((), dtype=torch.int64)
     found = aten._scaled_dot_product_efficient_attention_backward(

@@ -136,6 +136,8 @@ class Parallel(Section, frozen=True):
     mode: Literal["auto", "none", "ddp", "fsdp"] = "auto"
     """"ddp": every rank holds the model. "fsdp": every rank holds a shard of it. "none": one process only.
     "auto": ddp where there are several ranks."""
+    cp: Annotated[int, Meta(ge=1)] = 1
+    """How many ranks share each row, each with a part of its bytes (context parallelism); for longnet."""
     dead_after_s: Annotated[float, Meta(gt=0)] = 20.0
     """Seconds without a sign of life after which a rank counts as dead, and the job ends."""
 
