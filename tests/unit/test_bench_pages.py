@@ -1,9 +1,6 @@
-"""The README's table and the tables on pages, from results files."""
+"""The README's table, docs/results.md and the tables on pages, from results files."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,8 @@ from click.testing import CliRunner
 
 from bakeoff.apps.bench import (
     contests,
+    decode,
+    overview,
     page,
     readme,
     results,
@@ -206,11 +205,31 @@ def test_readme_step_part(tmp_path: Path) -> None:
     results.write(tmp_path / "results" / "h100" / "step.json", File(environment(), rows))
     text = readme.render(tmp_path / "results")
     assert "steps on NVIDIA H100 80GB HBM3, torch 2.11.0, triton 3.6.0, 2026-01-02 (" in text
-    assert "`bakeoff bench --suite step` wrote [results/h100/step.json](results/h100/step.json)" in text
+    assert "`bakeoff bench --suite step` wrote [results/h100/step.json](../results/h100/step.json)" in text
     start = "| LLMMed small, 17.9M, 48 x 512, bf16 |"
     assert f"{start} eager | 41,234 | 596,000 | 1,203 | 0 | 3,072 | 2.3457 | 2026-01-02 |" in text
     assert f"{start} captured (not captured) | 41,234 | 596,000 | - | 0 | - | 2.3457 | 2026-01-09 |" in text
     assert text.index(" eager |") < text.index(" captured (")
+
+
+def test_text_is_measured_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "environment", lambda device: environment())
+    out = tmp_path / "results" / "h100" / "decode.json"
+    heard: list[decode.DecodeRow] = []
+    decode.run_decode("cpu", out, hear=heard.append)
+    decode.run_decode("cpu", out, hear=heard.append, resume=True)
+    decode.run_decode("cpu", out, hear=heard.append, text="nothing has this name")
+    (row,) = heard
+    assert row.tokens_per_s == pytest.approx(1e6 / row.step_us)
+    assert row.seq == 64 + 16 + 4 * 16
+    file = results.read(out)
+    file.rows[0] |= {"launches": 3, "kernels": 99, "syncs": 0, "step_us": 250.4, "tokens_per_s": 3993.6}
+    results.write(out, file)
+    text = readme.render(tmp_path / "results")
+    assert (
+        "`bakeoff bench --suite decode` wrote [results/h100/decode.json](../results/h100/decode.json)" in text
+    )
+    assert "| LLMMed tiny, 0.5M, float32 | 1 | eager | 250 | 3,994 | 3 | 99 | 0 | " in text
 
 
 def test_readme_several_gpus_part(tmp_path: Path) -> None:
@@ -219,26 +238,63 @@ def test_readme_several_gpus_part(tmp_path: Path) -> None:
     rows = [row, {**row, "ranks": 2, "mode": "fsdp", "largest_difference_from_one_gpu": 3.21e-5}]
     results.write(tmp_path / "results" / "h200x2" / "train.json", File(environment(), rows))
     text = readme.render(tmp_path / "results")
-    assert "[results/h200x2/train.json](results/h200x2/train.json)" in text
+    assert "[results/h200x2/train.json](../results/h200x2/train.json)" in text
     assert "| tiny, 1.2M, 4 x 64, bf16 | 1 | ddp | 5,000 | 1,000,000 | - |" in text
     assert "| 2 | fsdp | 5,000 | 1,000,000 | 3.2e-05 |" in text
 
 
 def test_readme_command(rms_norm: Op, tmp_path: Path) -> None:
     folder = measured(rms_norm, tmp_path, {"eager": 20.0, "triton": 10.0})
-    page = tmp_path / "README.md"
-    page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
+    page, full = tmp_path / "README.md", tmp_path / "docs" / "results.md"
+    full.parent.mkdir()
+    for path in (page, full):
+        path.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n")
     words = ["--readme", str(page), "--results", str(folder)]
-    assert CliRunner().invoke(readme.main, [*words, "--check"]).exit_code == 1
+    done = CliRunner().invoke(readme.main, [*words, "--check"])
+    assert done.exit_code == 1
+    assert "results.svg. Run python -m bakeoff.apps.bench.readme" in done.output
     assert "old" in page.read_text()
-    ours = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    subprocess.run([sys.executable, "-m", "bakeoff.apps.bench.readme", *words], check=True, env=ours)
-    assert "Stale" not in page.read_text()
+    assert CliRunner().invoke(readme.main, words).exit_code == 0
     assert CliRunner().invoke(readme.main, [*words, "--check"]).exit_code == 0
-    assert page.read_text().startswith(f"before\n{readme.BEGIN}\n**NVIDIA H100")
-    assert page.read_text().endswith(f"{readme.END}\nafter\n")
-    with pytest.raises(ValueError, match="the README needs the lines"):
+    assert page.read_text().startswith(f"before\n{readme.BEGIN}\n![")
+    assert full.read_text().startswith(f"before\n{readme.BEGIN}\n**NVIDIA H100")
+    for path in (page, full):
+        assert path.read_text().endswith(f"{readme.END}\nafter\n")
+    with pytest.raises(ValueError, match="the page needs the lines"):
         readme.replaced("no markers", "text")
+
+
+def test_the_overview_has_the_newest_cards_ratios(rms_norm: Op, tmp_path: Path) -> None:
+    folder = measured(
+        rms_norm,
+        tmp_path,
+        {"eager": 20.0, "compiled": 12.0, "triton": 10.0},
+        {"eager": 20.0, "compiled": 10.0, "triton": 12.5},
+        {"eager": 40.0, "compiled": 40.0, "triton": 30.0},
+    )
+    row = "| rms_norm | H100 | forward + backward, graph | 3 | 0.50, 0.75 | 0.83, 1.25 | 1 of 3 |"
+    assert row in overview.table(folder)
+    picture = overview.picture(folder)
+    assert picture.count("<rect") == 2
+    assert ">0.50</text>" in picture
+    older(folder)
+    rows = [
+        row
+        for row in results.read(folder / "h200" / "ops.json").rows
+        if row["case"] == rms_norm.cases()[1].name
+    ]
+    results.write(
+        folder / "h200" / "ops.json", File(environment(device="NVIDIA H200", date="2026-02-01"), rows)
+    )
+    assert "| rms_norm | H200 | forward + backward, graph | 1 | 0.50, 0.50 | 1.25, 1.25 | 1 of 1 |" in (
+        overview.table(folder)
+    )
+    assert overview.table(tmp_path / "none") == readme.NONE
+
+
+def test_the_readmes_table_has_ten_rows_at_most() -> None:
+    text = overview.table(ROOT / "results")
+    assert 3 <= text.count("\n| ") - 1 <= overview.MOST
 
 
 def test_a_readme_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -289,11 +345,10 @@ def test_pages_know_rows_of_before_some_fields(rms_norm: Op, tmp_path: Path) -> 
     assert re.search(r"rms_norm \(.*triton 1 of 1\)", readme.render(folder))
 
 
-def test_readme_is_up_to_date() -> None:
-    page = (ROOT / "README.md").read_text()
-    assert readme.replaced(page, readme.render(ROOT / "results")) == page, (
-        "run python -m bakeoff.apps.bench.readme"
-    )
+def test_readme_and_results_are_up_to_date() -> None:
+    words = ["--check", "--readme", str(ROOT / "README.md"), "--results", str(ROOT / "results")]
+    done = CliRunner().invoke(readme.main, words)
+    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)

@@ -153,6 +153,35 @@ def test_keys_that_are_refused(word: str, fix: str, text: Path) -> None:
         small_pair(text, word)
 
 
+def test_a_mebibyte_is_scored_unless_rows_are_asked_for(text: Path) -> None:
+    first, second = pair("byte-spectral-tiny", "llm-med-tiny", data=str(text), steps=1)
+    assert first.train.eval_rows == second.train.eval_rows == 2**20 // 256
+    assert first.data.whole_files
+    assert pair("llm-med-tiny", "llm-med-tiny", ["train.eval_rows=3"], steps=1)[0].train.eval_rows == 3
+    assert pair("llm-med-tiny", "llm-med-tiny", steps=1, scored=0)[0].train.eval_rows == 64
+
+
+def test_what_was_scored_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_bytes(bytes(range(100)))
+    words = [word for word in SMALL if not word.startswith("train.eval_rows")]
+    both = pair("llm-med-tiny", "llm-med-tiny", [*words, "data.holdout=0.2"], data=str(folder), steps=2)
+    said: list[str] = []
+    document = compare(*both, tmp_path / "out", seeds=1, lengths=[8], say=said.append)
+    held = document.held_bytes
+    assert 0 < held < 2000
+    assert held % 100 == 0
+    seq = both[1].seq_len
+    assert document.scored_bytes == held // (seq + 1) * seq
+    sentence = (
+        f"Bits per byte are of {document.scored_bytes:,} held-out bytes of whole files, chosen by a hash"
+    )
+    assert any(line.startswith(sentence) for line in said)
+    assert sentence in " ".join(shown(document).split())
+
+
 def test_a_key_that_nobody_has(text: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean model\.layers"):
         small_pair(text, "model.layer=2")

@@ -64,6 +64,27 @@ def test_folders_are_read_in_sorted_order_without_hidden_files(tmp_path: Path) -
     assert corpus.read(0, len(corpus)).tobytes() == b"XZB"
 
 
+def test_files_are_held_out_whole(tmp_path: Path) -> None:
+    _, text = corpus_of(tmp_path, [*range(1, 60)])
+    corpus = ByteCorpus.open(tmp_path, 0.2)
+    held_out = split(corpus, 0.2, 4)[1]
+    assert len(held_out) == corpus.held > 0
+    assert len(corpus) == len(text)
+    held = {file for file, end in zip(corpus.files, corpus._ends, strict=True) if end > held_out.start}
+    assert sum(file.stat().st_size for file in held) == corpus.held
+    assert 3 < len(held) < 30
+    more = tmp_path / "000" / "more.bin"
+    more.parent.mkdir()
+    more.write_bytes(b"new")  # the choice of the others doesn't depend on it
+    again = ByteCorpus.open(tmp_path, 0.2)
+    assert {file for file in again.files if file in held} == held
+    start = split(again, 0.2, 4)[1].start
+    assert held - {more} == {
+        file for file, end in zip(again.files, again._ends, strict=True) if end > start
+    } - {more}
+    assert ByteCorpus.open(tmp_path / "010.bin", 0.2).held == 0  # one file can't be both
+
+
 def test_a_home_that_no_one_knows_is_named() -> None:
     with pytest.raises(DataError, match=r"can't read ~nosuchuser/x: .*write the path out. Set data.path"):
         ByteCorpus.open("~nosuchuser/x")

@@ -191,7 +191,7 @@ def test_a_cache_is_of_one_model_and_one_batch() -> None:
     with pytest.raises(ValueError, match=r"made for another model: use Cache\(model.config\)"):
         model.decode(ids, Cache(perturbed(tie=False).config))
     with pytest.raises(
-        TypeError, match=r"cache must be a bakeoff.models.longnet.attention.Cache, got a builtins"
+        TypeError, match=r"cache must be a bakeoff.models.longnet.cache.Cache, got a builtins"
     ):
         model.decode(ids, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"a row of 41 symbols is longer than max_seq_len=40"):

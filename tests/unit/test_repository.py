@@ -139,7 +139,7 @@ def test_documented_commands_exist() -> None:
             recipe(words[1])
         group: click.Command = main
         for word in words:
-            if word.startswith("-"):
+            if word.startswith("-") and word != "-":
                 known = {option for parameter in group.params for option in parameter.opts}
                 wrong += (
                     [f"bakeoff {group.name} {word}"] if word.split("=")[0] not in known | {"--help"} else []

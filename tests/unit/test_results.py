@@ -1,8 +1,8 @@
 """Committed measurements: each file keeps the format, and no row passes for today's whose source has changed.
 
-On the card measured last, a candidate that has changed since must be measured again or be named stale in the
-README. Files of other cards stay as they are, and the README says how many of their rows measured earlier
-sources.
+On the card measured last, a candidate that has changed since must be measured again or be named stale on
+docs/results.md. Files of other cards stay as they are, and that page says how many of their rows measured
+earlier sources.
 """
 
 import copy
@@ -85,6 +85,16 @@ class RunRow(ModelRow):
     loss: float
 
 
+class DecodeRow(ModelRow):
+    """Text: a step is one byte of every row, `begin_s` what comes before."""
+
+    tokens_per_s: float
+    begin_s: float
+    launches: int | None
+    syncs: int | None
+    peak_bytes: int
+
+
 class RanksRow(msgspec.Struct, kw_only=True):
     """A training run of several GPUs, or of one to compare them with."""
 
@@ -102,12 +112,17 @@ class TuneRow(ModelRow):
     cached_start_s: float
 
 
-KINDS: dict[str, type[msgspec.Struct]] = {"op": OpRow, "tune_s": TuneRow, "ranks": RanksRow}
+KINDS: dict[str, type[msgspec.Struct]] = {
+    "op": OpRow,
+    "tune_s": TuneRow,
+    "ranks": RanksRow,
+    "begin_s": DecodeRow,
+}
 """What a row is, by a field that no other kind has."""
 
 
 def problems(document: dict[str, Any], stale: str = "", *, newest: bool = True) -> list[str]:
-    """What is wrong with a results file, in words; `stale` is the README's text that names the stale
+    """What is wrong with a results file, in words; `stale` is the page's text that names the stale
     candidates of the newest card."""
     if document.get("schema") != 1:
         return [f"schema is {document.get('schema')!r}, expected 1"]
@@ -191,7 +206,7 @@ def _newest_card(documents: dict[Path, dict[str, Any]]) -> str:
 
 def test_committed_files() -> None:
     importlib.import_module("bakeoff.ops")
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "results.md").read_text()
     documents, found = {}, []
     for path in sorted(RESULTS.rglob("*.json")):
         if path.name == "compare.json":
@@ -202,15 +217,15 @@ def test_committed_files() -> None:
     for path, document in documents.items():
         name = path.relative_to(ROOT).as_posix()
         last = document["env"]["device"] == newest
-        _, _, after = readme.partition(f"]({name})")  # the README links to every file
-        part = after.partition("](results/")[0]
+        _, _, after = page.partition(f"](../{name})")  # which links to every file
+        part = after.partition("](../results/")[0]
         stale = re.search(r"^Stale.*$", part, re.MULTILINE) if last else None
         texts = problems(document, stale[0] if stale else "", newest=last)
         rows = [msgspec.convert(row, OpRow) for row in document["rows"] if "op" in row]
         changed = sum(map(_changed, rows))
         sentence = f"\n\n{changed} of {len(rows)} rows in {name} were measured with earlier sources."
         if changed and not last and sentence not in part:
-            texts.append(f"the README does not say: {sentence.strip()}")
+            texts.append(f"docs/results.md does not say: {sentence.strip()}")
         found += [f"{name}: {text}" for text in texts]
     assert not found, "\n".join(found[:20])
 
@@ -247,7 +262,8 @@ def good() -> dict[str, Any]:
         "ranks": 2, "mode": "ddp", "step_us": 1e5, "tokens_per_s": 2e5,
         "largest_difference_from_one_gpu": 1e-5,
     }  # fmt: skip
-    return {"schema": 1, "env": env, "rows": [row, out, overhead, model, tune, ranks]}
+    decode = {**model, "mode": "captured", "begin_s": 0.5}
+    return {"schema": 1, "env": env, "rows": [row, out, overhead, model, tune, ranks, decode]}
 
 
 def test_a_good_file_passes() -> None:

@@ -54,6 +54,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "ByteCorpus.__len__": "NumPy integers of file sizes",
         "ByteCorpus.read": "NumPy integers of file sizes",
         "ByteCorpus._fill": "NumPy integers of file sizes",
+        "ByteCorpus._holding": "a file's hash and NumPy integers of file sizes",
         "split": "a share of a number of bytes",
     },
     "models/longnet/image.py": {
@@ -64,10 +65,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "models/titan_mac.py": {
         "TitanMAC.flops_per_token": "a number of FLOPs, of the configuration",
-    },
-    "nn/last_layer.py": {
-        "last_layer_stream": "a count of tokens on the host; one on the device is for steps of a CUDA graph, "
-        "which the last layer's plain PyTorch doesn't have",
     },
     "nn/memory_state.py": {
         "NeuralMemoryState.save": "a file, between steps",

@@ -13,13 +13,14 @@ Shapes: B batch, T time, D d_model, K poles a channel, L taps.
 """
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bakeoff.models.caching import DecodeCache, rows_at
 from bakeoff.models.checks import check_cache, check_fields, check_ids, check_kind, check_symbols
 from bakeoff.models.generation import Generates
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, RMSNorm, attend
@@ -140,20 +141,40 @@ class Config(
         return self.attention_every > 0 and (layer + 1) % self.attention_every == 0
 
 
-class Cache:
+class Cache(DecodeCache):
     """What decoding remembers: the last bytes, per filter its state or last inputs, keys and values."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, capacity: int | None = None) -> None:
+        super().__init__()
         self.config = config
-        self.length = 0
         self.bytes: Tensor | None = None
         self.past = Past()
-        self.attention = KeyValues(config.layers, config.max_seq_len)
+        self.attention = KeyValues(config.layers, min(capacity or config.max_seq_len, config.max_seq_len))
 
     @property
     def rows(self) -> int | None:
         """How many rows it holds; None while it is empty."""
         return None if self.bytes is None else self.bytes.shape[0]
+
+    def state(self) -> dict[str, Tensor]:
+        assert self.bytes is not None
+        return {"bytes": self.bytes, **self.past.kept}
+
+    def put(self, state: dict[str, Tensor]) -> None:
+        self.bytes = state["bytes"]
+        self.past.kept = {name: tensor for name, tensor in state.items() if name != "bytes"}
+
+    def buffers(self) -> list[Tensor]:
+        return self.attention.tensors()
+
+    def widen(self, model: Any, at: Tensor) -> None:
+        assert self.bytes is not None
+        self.bytes = F.pad(self.bytes, (self.config.window - 1 - self.bytes.shape[1], 0))
+        self.past.settle()
+        self.attention.settle(at)
+
+    def begin_step(self, at: Tensor) -> None:
+        self.attention.begin_step()
 
 
 def _filter(config: Config) -> Poles | Taps | WholeRow:
@@ -184,9 +205,8 @@ class Mixer(nn.Module):
         past = None if cache is None else cache.past
         place = f"{self.layer} short"
         held = None if past is None else past.kept.get(place)
-        mixed, held = short_conv(
-            x, self.short.flip(1), state=held
-        )  # which takes the present input's tap last
+        taps = self.short.flip(1) if past is None else past.once(place, lambda: self.short.flip(1))
+        mixed, held = short_conv(x, taps, state=held)  # which takes the present input's tap last
         if past is not None:
             past.kept[place] = held
         q, k, v = self.qkv(mixed).chunk(3, dim=-1)
@@ -237,9 +257,15 @@ class Spectrum(nn.Module):
         self.weight = nn.Parameter(torch.zeros(config.bins, config.d_model))
         self.bias = nn.Parameter(torch.zeros(config.d_model))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """[B, T, D] of ids [B, T] uint8."""
-        return byte_spectral(ids, self.table, self.window, self.omega, weight=self.weight, bias=self.bias)
+    def forward(self, ids: Tensor, window: Tensor | None = None) -> Tensor:
+        """[B, T, D] of ids [B, T] uint8, under another window if one is given."""
+        window = self.window if window is None else window
+        return byte_spectral(ids, self.table, window, self.omega, weight=self.weight, bias=self.bias)
+
+    def last(self, ids: Tensor, at: Tensor) -> Tensor:
+        """[B, 1, D] of the last of ids [B, window], before the first `at` [1] of which there was nothing."""
+        ago = torch.arange(len(self.window), device=ids.device)
+        return self(ids, self.window * (ago <= at))[:, -1:]  # type: ignore[no-any-return]
 
 
 class ByteSpectralLM(Generates, HasRotaryTables):
@@ -317,7 +343,8 @@ class ByteSpectralLM(Generates, HasRotaryTables):
         check_kind("cache", cache, Cache)
         self._check(ids, cache.length)
         check_cache(cache, self.config, ids)
-        logits = self._logits(ids, cache)
+        with cache.step():
+            logits = self._logits(ids, cache)
         cache.length += ids.shape[1]
         cache.attention.length = cache.length
         return logits
@@ -336,8 +363,7 @@ class ByteSpectralLM(Generates, HasRotaryTables):
             )
 
     def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:
-        start = cache.length if cache is not None else 0
-        cos, sin = self.cos[start : start + ids.shape[1]], self.sin[start : start + ids.shape[1]]
+        cos, sin = (rows_at(table, ids.shape[1], cache) for table in (self.cos, self.sin))
         x, residual = self.embed(ids.long()) + self._spectra(ids.to(torch.uint8), cache), None
         for block in self.blocks:
             x, residual = block(x, residual, cos, sin, cache)
@@ -351,6 +377,9 @@ class ByteSpectralLM(Generates, HasRotaryTables):
             return self.spectrum(ids)  # type: ignore[no-any-return]
         whole = ids if cache.bytes is None else torch.cat([cache.bytes, ids], dim=1)
         last = whole[:, max(0, whole.shape[1] - self.config.window + 1) :]
+        if cache.at is not None:
+            cache.bytes = last
+            return self.spectrum.last(whole, cache.at)
         cache.bytes = last.clone()  # not a view of ids, which the caller may change
         return self.spectrum(whole)[:, whole.shape[1] - ids.shape[1] :]  # type: ignore[no-any-return]
 
@@ -369,9 +398,9 @@ class ByteSpectralLM(Generates, HasRotaryTables):
         mixing = 6 * attending * length + (config.layers - attending) * fft
         return 6 * products + config.d_model * mixing
 
-    def make_cache(self) -> Cache:
-        """An empty cache for `decode`."""
-        return Cache(self.config)
+    def make_cache(self, capacity: int | None = None) -> Cache:
+        """An empty cache for `decode`; with attention, of up to `capacity` positions."""
+        return Cache(self.config, capacity)
 
     def context(self) -> int | None:
         """How many positions `decode` sees at most; without attention there is no limit."""

@@ -9,13 +9,14 @@ Shapes: B batch, T time, D d_model, H heads, K kv_heads, E = D / H, V vocab.
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bakeoff.models.caching import DecodeCache, rows_at
 from bakeoff.models.checks import check_cache, check_fields, check_ids, check_kind
 from bakeoff.models.generation import Generates
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, RMSNorm, attend
@@ -95,12 +96,27 @@ class Config(
         return self.d_ff or 64 * math.ceil(self.d_model * 8 / 3 / 64)
 
 
-class Cache(KeyValues):
-    """What decoding remembers of an `LLMMed` of this shape: keys and values."""
+class Cache(DecodeCache):
+    """What decoding remembers of an `LLMMed` of this shape: keys and values of up to `capacity` positions."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.layers, config.max_seq_len)
+    def __init__(self, config: Config, capacity: int | None = None) -> None:
+        super().__init__()
         self.config = config
+        self.attention = KeyValues(config.layers, min(capacity or config.max_seq_len, config.max_seq_len))
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows it holds; None while it is empty."""
+        return self.attention.rows
+
+    def buffers(self) -> list[Tensor]:
+        return self.attention.tensors()
+
+    def widen(self, model: Any, at: Tensor) -> None:
+        self.attention.settle(at)
+
+    def begin_step(self, at: Tensor) -> None:
+        self.attention.begin_step()
 
 
 class Attention(nn.Module):
@@ -117,7 +133,8 @@ class Attention(nn.Module):
         """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
         heads = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        out: Tensor = self.out(attend(q, k, v, cos, sin, cache, self.layer))
+        held = None if cache is None else cache.attention
+        out: Tensor = self.out(attend(q, k, v, cos, sin, held, self.layer))
         return out
 
 
@@ -214,8 +231,10 @@ class LLMMed(Generates, HasRotaryTables):
         check_kind("cache", cache, Cache)
         self._check(ids, cache.length)
         check_cache(cache, self.config, ids)
-        logits = self._logits(ids, cache)
+        with cache.step():
+            logits = self._logits(ids, cache)
         cache.length += ids.shape[1]
+        cache.attention.length = cache.length
         return logits
 
     def _check(self, ids: Tensor, held: int = 0) -> None:
@@ -228,8 +247,7 @@ class LLMMed(Generates, HasRotaryTables):
             )
 
     def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:
-        start = cache.length if cache is not None else 0
-        cos, sin = self.cos[start : start + ids.shape[1]], self.sin[start : start + ids.shape[1]]
+        cos, sin = (rows_at(table, ids.shape[1], cache) for table in (self.cos, self.sin))
         x, residual = self.embed(ids.long()), None
         for block in self.blocks:
             x, residual = block(x, residual, cos, sin, cache)
@@ -248,9 +266,9 @@ class LLMMed(Generates, HasRotaryTables):
         products += self.embed.weight.numel() if self.head is None else 0
         return 6 * products + 6 * self.config.layers * self.config.d_model * length
 
-    def make_cache(self) -> Cache:
-        """An empty cache for `decode`."""
-        return Cache(self.config)
+    def make_cache(self, capacity: int | None = None) -> Cache:
+        """An empty cache for `decode`, of up to `capacity` positions."""
+        return Cache(self.config, capacity)
 
     def context(self) -> int:
         """How many positions `decode` sees at most."""

@@ -13,17 +13,18 @@ Shapes: B rows, T time, D d_model, H heads, E = D / H, S segment, P persistent.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bakeoff.models.caching import DecodeCache
 from bakeoff.models.checks import check_cache, check_fields, check_ids, check_kind
 from bakeoff.models.generation import Generates
-from bakeoff.nn import MLP, HasRotaryTables, NeuralMemory, NeuralMemoryState, RMSNorm
+from bakeoff.nn import MLP, HasRotaryTables, NeuralMemory, NeuralMemoryState, RMSNorm, attend_one
 from bakeoff.nn.memory_state import outliving
 from bakeoff.nn.neural_memory import Projected, unit
 from bakeoff.ops import rotary, swiglu
@@ -157,8 +158,33 @@ class Past:
     v: Tensor | None = None
     raw: Tensor | None = None
     """Of mag: the same keys before rotation."""
-    last: tuple[Tensor, Tensor] | None = None
-    """Of mag: keys, rotated as this segment attends to them, and values of the segment before."""
+    last: tuple[Tensor, Tensor, Tensor] | None = None
+    """Of mag: keys, rotated as this segment attends to them, values, and keys before rotation of the segment
+    before."""
+    ring: tuple[Tensor, Tensor] | None = None
+    """Once settled: keys and values by place, which new ones overwrite. Of mac [B, H, P + n S, E], behind the
+    persistent ones a segment's. Of mag [B, S, H, E], keys before rotation, of this segment up to here and of
+    the one before it from here on."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What a settled step makes anew."""
+        found = {} if self.asked is None else {"asked": self.asked}
+        if self.memory is not None:
+            filled = torch.as_tensor(self.memory.scan.filled, device=self.memory.conv.device)
+            found |= {**self.memory.tensors(), "filled": filled}
+        if self.before is not None:
+            found |= {f"before {i}": w for i, w in enumerate(self.before)}
+        return found
+
+    def put(self, state: dict[str, Tensor]) -> None:
+        """Takes tensors for those that `state` gives."""
+        self.asked = state.get("asked")
+        if self.memory is not None:
+            filled = self.memory.scan._replace(filled=state["filled"])
+            self.memory = replace(self.memory, scan=filled).of(state)
+        if self.before is not None:
+            w1, b1, w2, b2 = (state[f"before {i}"] for i in range(4))
+            self.before = w1, b1, w2, b2
 
     def detach(self) -> None:
         """Cuts the way of gradients into earlier pieces."""
@@ -166,21 +192,39 @@ class Past:
         if self.before:
             w1, b1, w2, b2 = (w.detach() for w in self.before)
             self.before = w1, b1, w2, b2
-        self.last = (self.last[0].detach(), self.last[1].detach()) if self.last else None
+        if self.last:
+            turned, v, raw = (held.detach() for held in self.last)
+            self.last = turned, v, raw
         for name in ("asked", "k", "v", "raw"):
             held = getattr(self, name)
             setattr(self, name, None if held is None else held.detach())
 
 
-class Cache:
+class Cache(DecodeCache):
     """What decoding remembers: per layer the memory and the keys and values that may still be attended to."""
 
     def __init__(self, config: Config) -> None:
+        super().__init__()
         self.config = config
-        self.length = 0
         self.rows: int | None = None
         """How many rows it holds; None while it is empty."""
         self.layers = [Past() for _ in range(config.layers)]
+
+    def state(self) -> dict[str, Tensor]:
+        layers = enumerate(self.layers)
+        return {f"{i} {name}": tensor for i, past in layers for name, tensor in past.state().items()}
+
+    def put(self, state: dict[str, Tensor]) -> None:
+        for i, past in enumerate(self.layers):
+            past.put({name: state[f"{i} {name}"] for name in past.state()})
+
+    def buffers(self) -> list[Tensor]:
+        return [tensor for past in self.layers for tensor in past.ring or ()]
+
+    def widen(self, model: Any, at: Tensor) -> None:
+        for block, past in zip(model.blocks, self.layers, strict=True):
+            block.mixer.settle(past)
+            past.k = past.v = past.raw = past.last = None
 
     def detach(self) -> None:
         """Lets a backward of what comes next stop here, as for training on pieces of long rows."""
@@ -192,11 +236,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, persistent: Tensor | None, mask: Ten
     """Attention [B, t, H E] of q [B, t, H, E] to persistent [2, P, H, E] and to k, v [B, n, H, E], these as
     mask [t, n] says."""
     if persistent is not None:
-        own = persistent.to(k.dtype)[:, None].expand(-1, k.shape[0], -1, -1, -1)
-        k, v = torch.cat([own[0], k], dim=1), torch.cat([own[1], v], dim=1)
+        first = _persistent_of(persistent, k)
+        k, v = torch.cat([first[0], k], dim=1), torch.cat([first[1], v], dim=1)
         mask = F.pad(mask, (persistent.shape[1], 0), value=True)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+
+def _bias(seen: Tensor) -> Tensor:
+    """What makes scores those of attention to what is seen alone."""
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
+
+
+def _persistent_of(persistent: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Persistent keys and values [B, P, H, E] for those of B rows, such as `like` [B, n, H, E]."""
+    if persistent is None:
+        return like[:, :0], like[:, :0]
+    own = persistent.to(like.dtype)[:, None].expand(-1, like.shape[0], -1, -1, -1)
+    return own[0], own[1]
 
 
 def _persistent(config: Config) -> nn.Parameter | None:
@@ -283,6 +340,45 @@ class AsContext(nn.Module):
         gated: Tensor = y * gate.sigmoid()
         return gated
 
+    def settle(self, past: Past) -> None:
+        """Puts the segment so far into a ring of its full length, behind the persistent keys and values."""
+        assert past.k is not None and past.v is not None
+        size = self.config.segment * (1 + self.config.memory)
+        first = _persistent_of(self.persistent, past.k)
+        rings = (
+            torch.cat([own, F.pad(held, (0, 0, 0, 0, 0, size - held.shape[1]))], dim=1)
+            .transpose(1, 2)
+            .contiguous()
+            for own, held in zip(first, (past.k, past.v), strict=True)
+        )
+        past.ring = next(rings), next(rings)
+
+    def step(self, x: Tensor, total: Tensor, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
+        """x [B, 1, D] behind `total` [1] positions; returns [B, 1, D]."""
+        assert past.ring is not None
+        at, seen, P = total % self.config.segment, x[:, :, None], self.config.persistent
+        if self.memory is not None and self.ask is not None:
+            assert past.memory is not None and past.before is not None
+            asked, past.asked = self.ask(x, past.asked)
+            pairs = zip(past.memory.memory, past.before, strict=True)
+            w1, b1, w2, b2 = (torch.where(at == 0, now, before) for now, before in pairs)
+            past.before = w1, b1, w2, b2
+            recalled = self.memory.recall(unit(asked, self.config.heads), past.before).to(x.dtype)
+            seen = torch.stack([recalled, x], dim=2)
+        B, n, E = x.shape[0], seen.shape[2], self.config.head_dim
+        turns = cos.index_select(0, at), sin.index_select(0, at)
+        q, k = rotary(self.q(x).unflatten(-1, (-1, E)), self.k(seen).view(B, 1, -1, E), *turns)
+        places = P + n * at + torch.arange(n, device=x.device)
+        for held, new in zip(past.ring, (k, self.v(seen)), strict=True):
+            held.index_copy_(2, places, new.reshape(B, n, -1, E).transpose(1, 2))
+        seen = torch.arange(past.ring[0].shape[2], device=x.device) <= places[-1:]
+        y = attend_one(q, *past.ring, _bias(seen))
+        if self.memory is not None:
+            gate, past.memory = self.memory(y, past.memory)
+            y = y * gate.sigmoid()
+        out: Tensor = self.out(y)
+        return out
+
 
 class AsGate(nn.Module):
     """mag: out(y * sigmoid(what memory reads at x)), y = attention to persistent and the last S positions."""
@@ -321,7 +417,7 @@ class AsGate(nn.Module):
         """The segment's keys and values become those of the segment before."""
         assert past.raw is not None and past.v is not None
         turned, _ = rotary(past.raw, past.raw[:, :, :0], cos, sin)
-        past.last = (outliving(turned), past.v)
+        past.last = outliving(turned), past.v, past.raw
         past.k = past.raw = past.v = None
 
     def _attend(self, q: Tensor, at: int, past: Past) -> Tensor:
@@ -336,6 +432,43 @@ class AsGate(nn.Module):
             mask = torch.cat([places > asking, mask], dim=1)
         return attend(q, k, v, self.persistent, mask)
 
+    def settle(self, past: Past) -> None:
+        """Puts the segment so far, and from its end on the one before, into a ring."""
+        assert past.raw is not None and past.v is not None
+        S, now = self.config.segment, past.raw.shape[1]
+        if past.last is None:
+            rest = tuple(
+                held.new_zeros(held.shape[0], S - now, *held.shape[2:]) for held in (past.raw, past.v)
+            )
+        else:
+            rest = past.last[2][:, now:], past.last[1][:, now:]
+        past.ring = torch.cat([past.raw, rest[0]], dim=1), torch.cat([past.v, rest[1]], dim=1)
+
+    def step(self, x: Tensor, total: Tensor, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
+        """x [B, 1, D] behind `total` [1] positions; returns [B, 1, D]."""
+        assert past.ring is not None
+        S = self.config.segment
+        at, places = total % S, torch.arange(S, device=x.device)
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.config.head_dim)).unbind(2)
+        for held, new in zip(past.ring, (k, v), strict=True):
+            held.index_copy_(1, at, new)
+        keys, values = past.ring
+        own = places <= at
+        turns = places + S * own
+        keys, _ = rotary(keys, keys[:, :, :0], cos.index_select(0, turns), sin.index_select(0, turns))
+        q, _ = rotary(q, q[:, :, :0], cos.index_select(0, S + at), sin.index_select(0, S + at))
+        seen = own | (total >= S)
+        if self.persistent is not None:
+            first = _persistent_of(self.persistent, keys)
+            keys, values = torch.cat([first[0], keys], dim=1), torch.cat([first[1], values], dim=1)
+            seen = F.pad(seen, (self.config.persistent, 0), value=True)
+        y = attend_one(q, keys.transpose(1, 2), values.transpose(1, 2), _bias(seen))
+        if self.memory is not None:
+            gate, past.memory = self.memory(x, past.memory)
+            y = y * gate.sigmoid()
+        out: Tensor = self.out(y)
+        return out
+
 
 class Alone(nn.Module):
     """lmm: out(SiLU(gate(x)) * what memory reads at x)."""
@@ -346,7 +479,7 @@ class Alone(nn.Module):
         self.gate = nn.Linear(config.d_model, config.d_model, bias=False)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
-    def forward(self, x: Tensor, at: int, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
+    def forward(self, x: Tensor, at: int | Tensor, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
         """x [B, T, D]; the other arguments are for the other variants; returns [B, T, D]."""
         del at, cos, sin
         assert self.memory is not None
@@ -354,6 +487,11 @@ class Alone(nn.Module):
         gate = self.gate(x)
         out: Tensor = self.out(swiglu(gate, y.to(gate.dtype)))
         return out
+
+    def settle(self, past: Past) -> None:
+        """A memory alone has its full size from the start."""
+
+    step = forward
 
 
 _MIXERS: dict[str, type[AsContext | AsGate | Alone]] = {"mac": AsContext, "mag": AsGate, "lmm": Alone}
@@ -371,13 +509,24 @@ class Block(nn.Module):
         self.mlp = MLP(config.d_model, config.ff_dim)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, at: int, cos: Tensor, sin: Tensor, past: Past, drops: bool
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        at: int | Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        past: Past,
+        drops: bool,
     ) -> tuple[Tensor, Tensor]:
+        """`at` is the first position's in its segment; of a settled step, how many positions were before."""
         if residual is None:  # the first layer: nothing to add yet
             h, residual = self.mixer_norm(x), x
         else:
             h, residual = self.mixer_norm(x, residual)
-        x = F.dropout(self.mixer(h, at, cos, sin, past), self.dropout, drops)
+        if isinstance(at, Tensor):
+            x = self.mixer.step(h, at, cos, sin, past)
+        else:
+            x = F.dropout(self.mixer(h, at, cos, sin, past), self.dropout, drops)
         h, residual = self.mlp_norm(x, residual)
         return F.dropout(self.mlp(h), self.dropout, drops), residual
 
@@ -453,13 +602,16 @@ class TitanMAC(Generates, HasRotaryTables):
         check_kind("cache", cache, Cache)
         check_ids("ids", ids)
         check_cache(cache, self.config, ids)
-        logits = self._logits(ids, cache)
+        with cache.step():
+            logits = self._logits(ids, cache)
         cache.length += ids.shape[1]
         cache.rows = ids.shape[0]
         return logits
 
     def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:
-        at = cache.length % self.config.segment if cache is not None else 0
+        at: int | Tensor = cache.length % self.config.segment if cache is not None else 0
+        if cache is not None and cache.at is not None:
+            at = cache.at
         layers = cache.layers if cache is not None else [Past() for _ in self.blocks]
         drops = self.training and cache is None  # decoding never drops
         x, residual = self.embed(ids.long()), None
@@ -486,8 +638,9 @@ class TitanMAC(Generates, HasRotaryTables):
         memory = 3 * config.heads * (22 * E * H + 4 * b * (E + H)) * config.memory
         return int(6 * products + config.layers * (attending + memory))
 
-    def make_cache(self) -> Cache:
-        """An empty cache for `decode`."""
+    def make_cache(self, capacity: int | None = None) -> Cache:
+        """An empty cache for `decode`, of the same size for any number of positions."""
+        del capacity
         return Cache(self.config)
 
     def context(self) -> None:

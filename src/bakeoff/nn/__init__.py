@@ -1,10 +1,19 @@
 """Thin modules over the ops."""
 
-from bakeoff.nn.attention import KeyValues, attend
+from bakeoff.nn.attention import KeyValues, attend, attend_one
 from bakeoff.nn.memory_state import NeuralMemoryState
 from bakeoff.nn.mlp import MLP
 from bakeoff.nn.neural_memory import NeuralMemory
 from bakeoff.nn.norm import RMSNorm
 from bakeoff.nn.rotary import HasRotaryTables
 
-__all__ = ["MLP", "HasRotaryTables", "KeyValues", "NeuralMemory", "NeuralMemoryState", "RMSNorm", "attend"]
+__all__ = [
+    "MLP",
+    "HasRotaryTables",
+    "KeyValues",
+    "NeuralMemory",
+    "NeuralMemoryState",
+    "RMSNorm",
+    "attend",
+    "attend_one",
+]

@@ -1,15 +1,21 @@
 """Causal attention, of whole rows and of rows that go on.
 
-Shapes: B batch, T time, H heads, K key/value heads, E the width of a head.
+Shapes: B batch, T time, H heads, K key/value heads, E the width of a head, N keys that are held.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bakeoff.ops.rotary import rotary
 
-__all__ = ["KeyValues", "attend"]
+__all__ = ["KeyValues", "attend", "attend_one"]
+
+# cuDNN's plans anew for every length, which takes it longer than a whole model takes for a symbol.
+_UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class KeyValues:
@@ -19,6 +25,10 @@ class KeyValues:
         self.capacity = capacity
         self.length = 0
         self.layers: list[tuple[Tensor, Tensor] | None] = [None] * layers
+        self.at: Tensor | None = None
+        """Once settled: where the next position goes, [1], on the device."""
+        self.bias: Tensor | None = None
+        """Once settled: [capacity], 0 for positions held, minus infinity for others."""
 
     @property
     def rows(self) -> int | None:
@@ -26,8 +36,30 @@ class KeyValues:
         held = self.layers[0] if self.layers else None
         return None if held is None else held[0].shape[0]
 
+    def tensors(self) -> list[Tensor]:
+        """All that it holds, each of which is written in place."""
+        held = [tensor for pair in self.layers if pair is not None for tensor in pair]
+        return held if self.bias is None else [self.bias, *held]
+
+    def settle(self, at: Tensor) -> None:
+        """From here on one position a call, whose place is `at` [1]: shapes and addresses stay as they
+        are."""
+        held = self.tensors()
+        if held:
+            self.at = at
+            places = torch.arange(self.capacity, device=at.device)
+            dtype = torch.promote_types(held[0].dtype, torch.float32)
+            self.bias = torch.zeros(self.capacity, dtype=dtype, device=at.device)
+            self.bias.masked_fill_(places >= at, -math.inf)
+
+    def begin_step(self) -> None:
+        """Lets the position that comes now be seen; once a step, before the first layer."""
+        if self.bias is not None and self.at is not None:
+            self.bias.index_fill_(0, self.at, 0.0)
+
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v [B, K, T, E] behind `length`; returns all keys and values up to there.
+        """Stores k, v [B, K, T, E] behind `length`; returns all keys and values up to there, once settled all
+        places.
 
         `length` itself moves once per pass, after the last layer.
         """
@@ -35,8 +67,15 @@ class KeyValues:
         if held is None:
             shape = (k.shape[0], k.shape[1], self.capacity, k.shape[3])
             with torch.inference_mode(False):  # a cache that begins under it may go on without
-                held = k.new_empty(shape), v.new_empty(shape)
+                held = k.new_zeros(shape), v.new_zeros(shape)
+            self.layers[layer] = held
+        if self.at is not None:
+            for kept, new in zip(held, (k, v), strict=True):
+                kept.index_copy_(2, self.at, new)
+            return held
         end = self.length + k.shape[2]
+        if end > self.capacity:
+            raise ValueError(f"{end} positions are more than the cache's capacity of {self.capacity}")
         if any(tensor.requires_grad for tensor in (k, v, *held)):  # what a backward will read stays as it is
             held = (
                 held[0].slice_scatter(k, 2, self.length, end),
@@ -55,13 +94,38 @@ def attend(
     """Causal attention [B, T, H E] of q [B, T, H, E] to k, v [B, T, K, E] and to what `cache` holds of this
     layer; cos, sin [T, E/2] of these positions."""
     q, k = rotary(q, k, cos, sin)
+    if cache is not None and cache.bias is not None:
+        return attend_one(q, *cache.extend(layer, k.transpose(1, 2), v.transpose(1, 2)), cache.bias)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    t = q.shape[2]
-    mask, prefix = None, cache.length if cache is not None else 0
-    if cache is not None:
-        k, v = cache.extend(layer, k, v)
-        if prefix and t > 1:  # rows behind a prefix see it and what precedes them
-            mask = torch.ones(t, prefix + t, dtype=torch.bool, device=q.device).tril(prefix)
     shared = k.shape[1] != q.shape[1]
-    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not prefix, enable_gqa=shared)
+    if cache is None:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        return y.transpose(1, 2).flatten(2)
+    t, prefix = q.shape[2], cache.length
+    k, v = cache.extend(layer, k, v)
+    mask = None
+    if prefix and t > 1:  # rows behind a prefix see it and what precedes them
+        mask = torch.ones(t, prefix + t, dtype=torch.bool, device=q.device).tril(prefix)
+    with sdpa_kernel(_UNPLANNED):
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not prefix, enable_gqa=shared)
     return y.transpose(1, 2).flatten(2)
+
+
+def attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Attention [B, 1, H E] of one position q [B, 1, H, E] to k, v [B, K, N, E]; heads share them in groups.
+
+    `bias`, [N] or [K, N], is added to the scores. Two products and a softmax, scores in float32 or wider: for
+    one query PyTorch's attention kernels compute a tile of them.
+    """
+    B, _, H, E = q.shape
+    K, N = k.shape[1:3]
+    grouped, keys = q.reshape(B * K, H // K, E), k.flatten(0, 1).mT
+    if q.dtype in (torch.float32, torch.float64):
+        scores = torch.bmm(grouped, keys)
+    elif q.is_cuda:
+        scores = torch.bmm(grouped, keys, out_dtype=torch.float32)
+    else:
+        scores = torch.bmm(grouped.float(), keys.float())
+    scores = torch.add(bias.view(-1, 1, N), scores.view(B, K, -1, N), alpha=1 / math.sqrt(E))
+    weights = scores.softmax(-1).to(v.dtype).flatten(0, 1)
+    return torch.bmm(weights, v.flatten(0, 1)).view(B, 1, H * E)

@@ -4,6 +4,7 @@ Shapes: B batch, T time, D channels, K poles a channel, L taps.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +24,34 @@ class Past:
 
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
+        self.settled = False
+        self._reach: dict[str, int] = {}
+        self._made: dict[str, Tensor] = {}
 
     def behind(self, place: str, x: Tensor, reach: int) -> tuple[Tensor, int]:
         """x [B, T, C] behind up to `reach` earlier positions, and how many these are; keeps its end."""
         held = self.kept.get(place)
         whole = x if held is None else torch.cat([held, x], dim=1)
-        self.kept[place] = whole[:, max(0, whole.shape[1] - reach) :].clone()  # a view would keep all of it
+        end = whole[:, max(0, whole.shape[1] - reach) :]
+        self.kept[place] = end if self.settled else end.clone()  # a view would keep all of it
+        self._reach[place] = reach
         return whole, whole.shape[1] - x.shape[1]
+
+    def settle(self) -> None:
+        """From here on one position a call, and parameters stay: ends have their full length, with zeros
+        before the first position, and what is made of parameters alone is kept."""
+        self.settled = True
+        for place, reach in self._reach.items():
+            held = self.kept[place]
+            self.kept[place] = F.pad(held, (0, 0, reach - held.shape[1], 0))
+
+    def once(self, place: str, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` makes of parameters alone; once settled it is made once."""
+        if not self.settled:
+            return make()
+        if place not in self._made:
+            self._made[place] = make()
+        return self._made[place]
 
 
 def _wide(parameter: Tensor) -> Tensor:
@@ -63,7 +85,8 @@ class Poles(nn.Module):
         u = k * v
         state = None if past is None else past.kept.get(place)
         coef = torch.view_as_complex(_wide(self.coef))
-        y, state = pole_scan(u, -_rate(self.decay), _wide(self.theta), coef, state=state)
+        radius = -_rate(self.decay) if past is None else past.once(place, lambda: -_rate(self.decay))
+        y, state = pole_scan(u, radius, _wide(self.theta), coef, state=state)
         if past is not None:
             past.kept[place] = state
         return q * (y + self.skip.to(u.dtype) * u)
@@ -88,11 +111,25 @@ class Taps(nn.Module):
 
     def forward(self, k: Tensor, v: Tensor, q: Tensor, past: Past | None, place: str) -> Tensor:
         """q * (h * (k v)), all [B, T, D]."""
-        h = self.response()
         if past is None:
-            return long_conv(v, h, skip=self.skip, gate_in=k, gate_out=q)
+            return long_conv(v, self.response(), skip=self.skip, gate_in=k, gate_out=q)
+        if past.settled:
+            return q * self._last(k * v, past, place)
+        h = self.response()
         whole, before = past.behind(place, k * v, h.shape[1] - 1)
         return q * long_conv(whole, h, skip=self.skip)[:, before:]
+
+    def _last(self, u: Tensor, past: Past, place: str) -> Tensor:
+        """h * u of one position, u [B, 1, D], term by term."""
+
+        def reversed_in_time() -> Tensor:
+            h = self.response()
+            now = h[:, :1] + _wide(self.skip)[:, None]
+            return torch.cat([now, h[:, 1:]], dim=1).mT.flip(0).contiguous()
+
+        h = past.once(place, reversed_in_time)
+        whole, _ = past.behind(place, u, h.shape[0] - 1)
+        return (whole * h).sum(1, keepdim=True).to(u.dtype)
 
 
 class MinimumPhase(Taps):

@@ -31,10 +31,17 @@ def last_layer_stream(
     dY_i = 2 (W2 s_i + b2 - v_i), so that inside a chunk the memory is its start plus a sum of these:
     o_t = beta_t (W2 s_t + b2) + f_t (S2 s_t + s2) - sum_i G_ti (s_i . s_t + 1) dY_i.
     """
-    first, filled, dtype = state.memory[:2], int(state.filled), q.dtype
+    first, dtype = state.memory[:2], q.dtype
     q, k = (F.silu(_answer(first, x.to(first[0].dtype))) for x in (q, k))
     memory, momentum, start = ((parts[2], parts[3]) for parts in (state.memory, state.momentum, state.start))
-    out, begin, T = [], 0, q.shape[1]
+    if isinstance(state.filled, Tensor):  # of one token, with shapes and launches as of every other
+        w, b = (torch.where(state.filled == 0, now, then) for now, then in zip(memory, start, strict=True))
+        weights = coefficients(lr, decay, forget)
+        y, memory, momentum = _piece(q, k, v, weights, (w, b), memory, momentum, read)
+        counted = torch.remainder(state.filled + 1, chunk)
+        kept = MemoryState((*first, *memory), (*state.momentum[:2], *momentum), (*first, w, b), counted)
+        return y.to(dtype), kept
+    out, begin, T, filled = [], 0, q.shape[1], state.filled
     while begin < T:
         end = min(T, begin + chunk - filled)
         if filled == 0:

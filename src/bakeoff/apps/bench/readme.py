@@ -1,6 +1,6 @@
-"""The README's tables of results, all generated from the files in results/.
+"""What was measured, on docs/results.md, and its short form in the README, from the files in results/.
 
-``python -m bakeoff.apps.bench.readme`` writes them, ``--check`` only compares.
+``python -m bakeoff.apps.bench.readme`` writes both and the README's picture, ``--check`` only compares.
 """
 
 import statistics
@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from bakeoff.apps.bench import results
+from bakeoff.apps.bench import overview, results
 from bakeoff.apps.bench.cards import FILES, cards, folded, note_on_sources, stamp
 from bakeoff.apps.bench.results import File, cell_of
 from bakeoff.apps.bench.step import MODES, OF_MEMORY
@@ -43,11 +43,11 @@ def render(folder: Path) -> str:
 
 
 def replaced(readme: str, text: str) -> str:
-    """`readme` with `text` between the markers. Raises ValueError where a marker is missing."""
+    """The page `readme` with `text` between the markers. Raises ValueError where a marker is missing."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"the README needs the lines {BEGIN} and {END}, in this order")
+        raise ValueError(f"the page needs the lines {BEGIN} and {END}, in this order")
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
@@ -76,7 +76,7 @@ def _ops(file: File, name: str, newest: bool) -> str:
         lost += losing
     start = (
         f"**{env.device}**, torch {env.torch}, triton {env.triton}, {env.date[:10]}: {limits}. "
-        f"`bakeoff bench` wrote [{name}]({name}).\n"
+        f"`bakeoff bench` wrote [{name}](../{name}).\n"
         "Ratios of times, median and worst; below 1 is faster; plain is PyTorch op by op. Lost are cells "
         "where a peer is faster, which includes peers that were rejected for their error after being timed."
     )
@@ -182,7 +182,7 @@ def _selection(file: File, name: str, newest: bool) -> str:
             f"With its table there, a start spends {summary['cached_start_s']:.2f} s on selection "
             f"and {summary['load_s']:.1f} s on loading the winners' compiled code."
         )
-    start = f"Selection on {stamp(file.env)} (`{command}` wrote [{name}]({name})):"
+    start = f"Selection on {stamp(file.env)} (`{command}` wrote [{name}](../{name})):"
     return "\n\n".join([start, "\n".join(lines), *_doubts(file, name, newest)])
 
 
@@ -198,7 +198,22 @@ def _steps(file: File, name: str, newest: bool) -> str:
         last = ["-" if peak is None else f"{peak / 2**20:,.0f}", f"{row['loss']:.4f}", row["date"][:10]]
         lines.append([_size(row), mode, *times, *counts, *last])
     command = "bakeoff bench --suite step"
-    start = f"Whole training steps on {stamp(file.env)} (`{command}` wrote [{name}]({name})):"
+    start = f"Whole training steps on {stamp(file.env)} (`{command}` wrote [{name}](../{name})):"
+    return f"{start}\n\n{markdown_table(headings, lines)}"
+
+
+def _decode(file: File, name: str, newest: bool) -> str:
+    headings = ("model", "rows", "mode", "us a byte", "bytes/s", "launches", "kernels", "syncs", "s before")
+    lines = []
+    for row in file.rows:
+        size = f"{row['model']}, {row['params'] / 1e6:.1f}M, {row['precision']}"
+        counts = [_count(row[what]) for what in ("launches", "kernels", "syncs")]
+        times = [f"{row['step_us']:,.0f}", f"{row['tokens_per_s']:,.0f}"]
+        lines.append([size, str(row["batch"]), row["mode"], *times, *counts, f"{row['begin_s']:.2f}"])
+    start = (
+        f"Text on {stamp(file.env)} (`bakeoff bench --suite decode` wrote [{name}](../{name})), sampled "
+        'behind prompts of 64 bytes; "s before" are the prompt, the first bytes and the capture:'
+    )
     return f"{start}\n\n{markdown_table(headings, lines)}"
 
 
@@ -210,7 +225,7 @@ def _ranks(file: File, name: str, newest: bool) -> str:
         figures = [f"{row['step_us']:,.0f}", f"{row['tokens_per_s']:,.0f}"]
         figures.append("-" if apart is None else f"{apart:.1e}")
         lines.append([_size(row), str(row["ranks"]), row["mode"], *figures])
-    start = f"Training on several GPUs, {stamp(file.env)} ([{name}]({name})):"
+    start = f"Training on several GPUs, {stamp(file.env)} ([{name}](../{name})):"
     return f"{start}\n\n{markdown_table(headings, lines)}"
 
 
@@ -240,13 +255,13 @@ def _name(row: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[File, str, bool], str]] = dict(
-    zip(FILES, (_ops, _selection, _steps, _ranks), strict=True)
+    zip(FILES, (_ops, _selection, _steps, _decode, _ranks), strict=True)
 )
 """The section on each file of a card, from the file, its path, and whether the card is the newest."""
 
 
 @click.command()
-@click.option("--check", is_flag=True, help="Change nothing; exit with 1 when the README is out of date.")
+@click.option("--check", is_flag=True, help="Change nothing; exit with 1 where a file is out of date.")
 @click.option("--readme", type=click.Path(path_type=Path), default=Path("README.md"), show_default=True)
 @click.option(
     "--results",
@@ -256,19 +271,30 @@ SECTIONS: dict[str, Callable[[File, str, bool], str]] = dict(
     show_default=True,
 )
 def main(check: bool, readme: Path, folder: Path) -> None:
-    """Write the table of results between the README's markers."""
+    """Write what was measured into the README and, beside it, docs/results.md and docs/images/results.svg."""
+    docs = readme.parent / "docs"
+    wanted = {
+        readme: replaced(_text(readme), overview.table(folder)),
+        docs / "results.md": replaced(_text(docs / "results.md"), render(folder)),
+        docs / "images" / "results.svg": overview.picture(folder),
+    }
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
+    if check and stale:
+        names = ", ".join(map(str, stale))
+        click.echo(f"out of date: {names}. Run python -m bakeoff.apps.bench.readme", err=True)
+        sys.exit(1)
+    for path in stale:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(wanted[path], "utf-8")
+
+
+def _text(path: Path) -> str:
     try:
-        old = readme.read_text("utf-8")
+        return path.read_text("utf-8")
     except OSError as error:
         raise click.ClickException(
-            f"{readme} can't be read ({error.strerror}): run this in the repository, or give another --readme"
+            f"{path} can't be read ({error.strerror}): run this in the repository, or give another --readme"
         ) from None
-    new = replaced(old, render(folder))
-    if check and new != old:
-        click.echo(f"{readme} is out of date: run python -m bakeoff.apps.bench.readme", err=True)
-        sys.exit(1)
-    if new != old:
-        readme.write_text(new, "utf-8")
 
 
 if __name__ == "__main__":

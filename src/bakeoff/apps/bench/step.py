@@ -32,7 +32,7 @@ from bakeoff.models import build
 from bakeoff.select import tune, using
 from bakeoff.timing import seconds_per_call
 
-__all__ = ["MODES", "OF_MEMORY", "StepRow", "run_step", "source_hash"]
+__all__ = ["MODES", "OF_MEMORY", "StepRow", "counted", "run_step", "source_hash"]
 
 MODES = ("eager", "captured", "compiled", "compiled+captured")
 OF_MEMORY = ("autograd", "eager", "captured")
@@ -182,8 +182,7 @@ def measured(
         for _ in range(_WARM):
             step()
         times = sorted(seconds_per_call([step], steps, device) for _ in range(_BLOCKS))
-        launches, kernels = _launches(step, device)
-        syncs = _syncs(step, device)
+        launches, kernels, syncs = counted(step, device)
         median = statistics.median(times)
         tokens = config.train.batch_size * config.seq_len
         return StepRow(
@@ -234,10 +233,11 @@ def _reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _launches(step: Callable[[], None], device: torch.device) -> tuple[int | None, int | None]:
-    """(the host's calls to the driver, what the device runs) in a step, counted by the profiler."""
+def counted(step: Callable[[], object], device: torch.device) -> tuple[int | None, int | None, int | None]:
+    """Of a step: the host's calls to the driver, what the device runs, both by the profiler, and how often
+    the host waits for the device."""
     if device.type != "cuda":
-        return None, None
+        return None, None, None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         step()
@@ -245,15 +245,8 @@ def _launches(step: Callable[[], None], device: torch.device) -> tuple[int | Non
     events = list(profiler.events())
     asked = sum(event.name.startswith(_LAUNCHES) for event in events)
     ran = sum(str(event.device_type).endswith("CUDA") for event in events)
-    return asked, ran
-
-
-def _syncs(step: Callable[[], None], device: torch.device) -> int | None:
-    """How often the host waits for the device in a step."""
-    if device.type != "cuda":
-        return None
     with warnings.catch_warnings(record=True) as said:
         warnings.filterwarnings("always", WAITED)
         with sync_mode("warn"):
             step()
-    return sum(WAITED in str(warning.message) for warning in said)
+    return asked, ran, sum(WAITED in str(warning.message) for warning in said)

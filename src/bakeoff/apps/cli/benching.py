@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from bakeoff.apps.bench import contests, launch, nested, recall, regret, results, step
+from bakeoff.apps.bench import contests, decode, launch, nested, recall, regret, results, step
 from bakeoff.apps.bench.regret import SelectionRow
 from bakeoff.apps.bench.results import ResultsError
 from bakeoff.apps.bench.suites import Cell, cells
@@ -18,6 +18,16 @@ from bakeoff.select import Op, Verdict, find_op
 from bakeoff.select.declare.key import REGIMES
 
 __all__ = ["run"]
+
+
+_OWN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "step": ("measures whole steps", ("OP", "--filter", "--regimes", "--jobs")),
+    "decode": ("generates text", ("OP", "--budget", "--regimes", "--jobs")),
+    "recall": ("trains models", ("OP", "--budget", "--regimes", "--jobs")),
+    "nested": ("trains models", ("OP", "--budget", "--regimes", "--filter", "--jobs")),
+    "launch": ("has its own lengths", ("--filter", "--regimes", "--jobs")),
+}
+"""What suites do that is not about the ops' cases, and what therefore says nothing to them."""
 
 
 def run(
@@ -37,28 +47,22 @@ def run(
     device = str(named_device(device))
     if suite != "ops" and (thorough or variants):
         raise ResultsError("--thorough and --variants belong to --suite ops: leave them out")
+    given = {"OP": names, "--filter": text, "--regimes": regimes, "--jobs": jobs > 1}
+    _refuse(suite, {**given, "--budget": budget is not None})
     if suite == "step":
-        if names or text or regimes or jobs > 1:
-            raise ResultsError(
-                "--suite step measures whole steps: leave OP, --filter, --regimes and --jobs out"
-            )
         _run_step(device, out, 60.0 if budget is None else budget, resume)
         return
-    if suite in ("recall", "nested"):
-        if names or regimes or jobs > 1 or budget is not None or (text and suite == "nested"):
-            also = ", --filter" if suite == "nested" else ""
-            raise ResultsError(
-                f"--suite {suite} trains models: leave OP, --budget, --regimes{also} and --jobs out"
-            )
-        if suite == "recall":
-            _run_recall(device, out, text, resume)
-        else:
-            _run_nested(device, out, resume)
+    if suite == "decode":
+        _run_decode(device, out, text, resume)
+        return
+    if suite == "recall":
+        _run_recall(device, out, text, resume)
+        return
+    if suite == "nested":
+        _run_nested(device, out, resume)
         return
     ops = [find_op(name) for name in names] or list(declared().values())
     if suite == "launch":
-        if text or regimes or jobs > 1:
-            raise ResultsError("--suite launch has its own lengths: leave --filter, --regimes and --jobs out")
         _run_launch(ops, device, out, 1.0 if budget is None else budget, resume)
         return
     budget = 2.0 if budget is None else budget
@@ -106,6 +110,13 @@ def run(
     print_plain(printer, f"results: {out}")
 
 
+def _refuse(suite: str, given: dict[str, object]) -> None:
+    """Raises for an option that is given and that this suite doesn't have."""
+    does, without = _OWN.get(suite, ("", ()))
+    if any(given[option] for option in without):
+        raise ResultsError(f"--suite {suite} {does}: leave {', '.join(without[:-1])} and {without[-1]} out")
+
+
 def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> None:
     out = out or Path("results", results.slug(device), "step.json")
     printer = console()
@@ -123,6 +134,24 @@ def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> Non
 
     with working(printer, "measuring the device's limits") as status:
         step.run_step(device, out, budget_s=budget, resume=resume, hear=hear, announce=status.update)
+    print_plain(printer, f"results: {out}")
+
+
+def _run_decode(device: str, out: Path | None, text: str, resume: bool) -> None:
+    out = out or Path("results", results.slug(device), "decode.json")
+    printer = console()
+    printer.print(f"text on {device}, to {out}", highlight=False)
+
+    def hear(row: decode.DecodeRow) -> None:
+        counts = "" if row.launches is None else f", {row.launches} launches, {row.kernels} kernels"
+        print_plain(
+            printer,
+            f"{row.model:30} {row.batch:3} rows {row.precision:8} {row.mode:22} {row.step_us:10.1f} us "
+            f"{row.tokens_per_s:10,.0f} bytes/s{counts}, {row.begin_s:.2f} s before",
+        )
+
+    with working(printer, "measuring the device's limits") as status:
+        decode.run_decode(device, out, text=text, resume=resume, hear=hear, announce=status.update)
     print_plain(printer, f"results: {out}")
 
 

@@ -93,9 +93,15 @@ def demo_configs(
     if quick:
         overrides.append("train.eval_rows=8")
     spectral, med = pair(
-        f"byte-spectral{size}", f"llm-med{size}", overrides, data=data, device=device, minutes=length / 60
+        f"byte-spectral{size}",
+        f"llm-med{size}",
+        overrides,
+        data=data,
+        device=device,
+        minutes=length / 60,
+        scored=0,  # a demonstration: the rows of an ordinary run
     )
-    corpus = ByteCorpus.open(med.data.path)
+    corpus = ByteCorpus.open(med.data.path, med.data.whole)
     training, _ = split(corpus, med.data.holdout, med.seq_len, "give a longer --data")
     if cuda and not quick and not seconds:
         length = min(length, max(QUICK_SECONDS, GPU_PASSES * len(training) / GPU_BYTES_PER_S))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bakeoff.apps.bench import results
 from bakeoff.apps.compare import document as documents
-from bakeoff.apps.compare.document import SIDES, Document, Model, Run, Side, Speed, model_of, read
+from bakeoff.apps.compare.document import SIDES, Document, Model, Run, Side, Speed, model_of, read, scored
 from bakeoff.apps.compare.equal import CompareError, match, pair, parameters
 from bakeoff.apps.compare.judge import Verdict, winner
 from bakeoff.apps.compare.lengths import check_lengths, crossover
@@ -15,7 +15,7 @@ from bakeoff.apps.compare.render import table
 from bakeoff.apps.compare.speed import measured
 from bakeoff.apps.compare.stage import hold_contests
 from bakeoff.apps.train import Config
-from bakeoff.apps.train.data import ByteCorpus
+from bakeoff.apps.train.data import ByteCorpus, split
 from bakeoff.apps.train.device import pick_device
 from bakeoff.parallel import launched
 
@@ -97,6 +97,7 @@ def compare(
     device = pick_device(second.train.device)
     document = _opened(out, configs, seeds, lengths, resume=resume)
     documents.write(out, document)
+    say(scored(document))
     for side in SIDES:
         model = document.model(side)
         say(f"{model.name}: {model.parameters:,} parameters, d_ff {configs[side].model.ff_dim}")
@@ -142,8 +143,11 @@ def _opened(
     if exists and not resume:
         raise CompareError(f"{out} holds a comparison: add --resume to go on with it, or give another --out")
     document = read(out) if exists else None
-    data = ByteCorpus.open(configs["second"].data.path)
+    config = configs["second"]
+    data = ByteCorpus.open(config.data.path, config.data.whole)
     digest = data.digest()
+    held_out = split(data, config.data.holdout, config.seq_len)[1]
+    fit = len(held_out) // (config.seq_len + 1)
     if document is None:
         return Document(
             env=env,
@@ -153,6 +157,8 @@ def _opened(
             lengths=sorted(set(lengths)),
             data_bytes=len(data),
             data_digest=digest,
+            scored_bytes=min(config.train.eval_rows, fit) * config.seq_len,
+            held_bytes=data.held if data.held == len(held_out) else 0,
         )
     if document.env.comparable != env.comparable:
         raise CompareError(

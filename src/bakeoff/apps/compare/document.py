@@ -12,7 +12,19 @@ from bakeoff.apps.compare.judge import Verdict
 from bakeoff.apps.train import Config
 from bakeoff.apps.train.config import to_tree
 
-__all__ = ["SIDES", "Document", "Model", "Run", "Side", "Speed", "model_of", "path_of", "read", "write"]
+__all__ = [
+    "SIDES",
+    "Document",
+    "Model",
+    "Run",
+    "Side",
+    "Speed",
+    "model_of",
+    "path_of",
+    "read",
+    "scored",
+    "write",
+]
 
 Side = Literal["first", "second"]
 SIDES: tuple[Side, Side] = ("first", "second")
@@ -80,6 +92,10 @@ class Document(msgspec.Struct, kw_only=True):
     """Bytes of the data, training and held out; 0 where unknown."""
     data_digest: str = ""
     """Digest of these bytes, from `ByteCorpus.digest`."""
+    scored_bytes: int = 0
+    """Held-out bytes that bits per byte are of; 0 where unknown."""
+    held_bytes: int = 0
+    """Bytes of the files that were held out whole; 0 where the held-out bytes are the end of the data."""
     runs: list[Run] = []
     speed: list[Speed] = []
     verdict: Verdict | None = None
@@ -98,6 +114,14 @@ class Document(msgspec.Struct, kw_only=True):
 def model_of(config: Config, name: str) -> Model:
     """What a comparison keeps of the model that `config` trains, under this `name`."""
     return Model(name=name, parameters=parameters(config.model), config=to_tree(config))
+
+
+def scored(document: Document) -> str:
+    """A sentence on what bits per byte are of; empty where that isn't known."""
+    if not document.scored_bytes:
+        return ""
+    where = "whole files, chosen by a hash of their path" if document.held_bytes else "the end of the data"
+    return f"Bits per byte are of {document.scored_bytes:,} held-out bytes of {where}."
 
 
 def path_of(out: Path) -> Path:

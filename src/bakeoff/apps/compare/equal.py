@@ -1,5 +1,6 @@
 """Two configurations that differ in their model alone, with equal parameters."""
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -11,6 +12,8 @@ from bakeoff.models import build, byte_spectral, llm_med, longnet, titan_mac
 
 __all__ = ["TOLERANCE", "CompareError", "lengthened", "match", "pair", "parameters"]
 
+SCORED = 2**20
+"""Held-out bytes that a comparison scores at least, where there are so many."""
 TOLERANCE = 0.02
 """Share by which the numbers of parameters may differ."""
 _MULTIPLE = 8
@@ -45,6 +48,7 @@ def pair(
     device: str = "auto",
     minutes: float | None = None,
     steps: int | None = None,
+    scored: int = SCORED,
 ) -> tuple[Config, Config]:
     """The configurations of two recipes that train alike: everything but the model is the second's.
 
@@ -54,6 +58,8 @@ def pair(
         data: file or folder; None is the recipe's.
         device: as in `Train.device`.
         minutes: of every run; steps: instead of minutes. One of them must be given.
+        scored: held-out bytes, of whole files where the data are a folder, on which models are judged at
+            least, unless an override sets train.eval_rows.
 
     Raises:
         ConfigError: an unknown recipe or key, or a value that does not fit.
@@ -67,7 +73,7 @@ def pair(
         if minutes is not None
         else [f"train.steps={steps}", "train.max_seconds=0"]
     )
-    fixed = [*_QUIET, *limit, f"train.device={device}"]
+    fixed = [*_QUIET, *limit, f"train.device={device}", "data.whole_files=true"]
     if data is not None:
         fixed.append(f"data.path={data}")
     both, own = _sorted(overrides)
@@ -79,6 +85,12 @@ def pair(
     one = resolve(swapped, None, [*fixed, *both, *own["first"]])
     if one.train.seq_len == 0:
         one = lengthened(one, other.seq_len)
+    if scored and not any(word.strip().startswith("train.eval_rows") for word in both):
+        rows = max(other.train.eval_rows, math.ceil(scored / other.seq_len))
+        one, other = (
+            msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, eval_rows=rows))
+            for config in (one, other)
+        )
     return one, other
 
 

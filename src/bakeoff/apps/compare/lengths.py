@@ -21,7 +21,7 @@ def check_lengths(lengths: Sequence[int], config: Config) -> None:
             raise CompareError(f"--lengths has {length}: a row needs at least 2 bytes")
     if not lengths:
         raise CompareError("--lengths is empty: give at least one, such as 256,1024")
-    corpus = ByteCorpus.open(config.data.path)
+    corpus = ByteCorpus.open(config.data.path, config.data.whole)
     asked = {
         f"train.seq_len={config.seq_len}": (config.seq_len, "set shorter rows"),
         f"--lengths {max(lengths)}": (max(lengths), "leave that length out"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from bakeoff.apps.compare.document import SIDES, Document, read
+from bakeoff.apps.compare.document import SIDES, Document, read, scored
 from bakeoff.apps.tabular import markdown_table
 
 __all__ = ["block", "filled"]
@@ -42,6 +42,7 @@ def block(folder: str, root: Path) -> str:
         f"**{env.device}**, torch {env.torch}, {env.date[:10]}; {what} ({where}).",
         _quality(document),
         _verdict(document),
+        *([said] if (said := scored(document)) else []),
         f"![Bits per byte against time]({_picture(folder, 'curves')})",
     ]
     if missing := [str(n) for n in document.lengths if n not in {row.length for row in document.speed}]:
@@ -81,6 +82,13 @@ def _quality(document: Document) -> str:
 def _verdict(document: Document) -> str:
     if document.verdict is None:
         return "No verdict: runs are missing."
+    apart, noise = document.verdict.difference, document.verdict.half_width
+    if not document.scored_bytes and apart is not None and noise is not None:  # of before enough were scored
+        names = f"{document.first.name} less {document.second.name}"
+        return (
+            f"{names}: {apart:+.4f} ± {noise:.4f} bits/byte, of a few held-out rows of the end of the data. "
+            "No winner is named until the comparison is run again with a tuned baseline."
+        )
     return f"Here {document.verdict.text}, where first is {document.first.name}."
 
 

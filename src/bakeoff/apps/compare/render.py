@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from bakeoff.apps.compare.document import SIDES, Document
+from bakeoff.apps.compare.document import SIDES, Document, scored
 from bakeoff.apps.tabular import terminal_table
 
 __all__ = ["table"]
@@ -17,7 +17,7 @@ def table(document: Document) -> Group:
     """Quality, speed, and the conclusions from both."""
     parts: list[Table | Text] = []
     if document.runs:
-        parts += [_quality(document), Text()]
+        parts += [_quality(document), Text(scored(document)), Text()]
     if document.speed:
         parts += [_speed(document), *_reasons(document), Text()]
     if document.verdict is not None:

@@ -27,7 +27,7 @@ class Stage:
         torch.manual_seed(config.train.seed)
         self.model = build(config.model).to(device).train()
         self.stepper = Stepper(self.model, config, device)
-        self.corpus = ByteCorpus.open(config.data.path)
+        self.corpus = ByteCorpus.open(config.data.path, config.data.whole)
         training, self.held_out = split(self.corpus, config.data.holdout, config.seq_len)
         source = Batches(
             self.corpus,

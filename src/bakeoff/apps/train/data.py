@@ -60,6 +60,9 @@ class ByteCorpus:
     Files are opened when first read and at most `OPEN_FILES` stay open. Not for use by two threads at once.
     """
 
+    held: int = 0
+    """Bytes of the files at the end that are held out whole; 0 where none are."""
+
     def __init__(self, name: str, files: Sequence[Path]) -> None:
         self.name = name
         self.files = []
@@ -81,13 +84,15 @@ class ByteCorpus:
         return int(self._ends[-1])
 
     @classmethod
-    def open(cls, path: str | Path) -> "ByteCorpus":
+    def open(cls, path: str | Path, whole: float = 0.0) -> "ByteCorpus":
         """The corpus at `path`: a file, a folder (regular files in sorted order, hidden ones skipped), or
-        "stdlib". Raises DataError."""
+        "stdlib". Of a folder's files the share `whole`, chosen by a hash of their path, come last, where
+        `split` holds them out. Raises DataError."""
         if not str(path):  # which pathlib takes for the current folder
             raise DataError("data.path is empty: set it to a file or folder, . for this one, or leave it out")
         if str(path) == "stdlib":
-            return cls("the Python standard library", stdlib_files())
+            root = Path(sysconfig.get_path("stdlib"))
+            return cls("the Python standard library", stdlib_files())._holding(root, whole)
         try:
             root = expanded(path)
             mode = root.stat().st_mode
@@ -96,10 +101,24 @@ class ByteCorpus:
                 f"can't read {error.filename}: {error.strerror}. Set data.path to a file or folder"
             ) from None
         if stat.S_ISDIR(mode):
-            return cls(str(root), _files_below(root))
+            return cls(str(root), _files_below(root))._holding(root, whole)
         if not stat.S_ISREG(mode):
             raise DataError(f"{root} is neither a file nor a folder: set data.path to one")
         return cls(str(root), [root])
+
+    def _holding(self, root: Path, share: float) -> "ByteCorpus":
+        """The same files, with those last that a hash of their path below `root` holds out."""
+
+        def held_out(file: Path) -> bool:
+            word = hashlib.sha256(file.relative_to(root).as_posix().encode("utf-8", "surrogateescape"))
+            return int.from_bytes(word.digest()[:8]) < share * 2**64
+
+        held = [file for file in self.files if held_out(file)]
+        if not held or len(held) == len(self.files):
+            return self
+        corpus = ByteCorpus(self.name, [*(file for file in self.files if not held_out(file)), *held])
+        corpus.held = int(corpus._ends[-1] - corpus._ends[-1 - len(held)])
+        return corpus
 
     def read(self, start: int, length: int) -> Bytes:
         """`length` bytes from byte `start`, across files. Raises IndexError outside the corpus, DataError
@@ -224,12 +243,12 @@ def split(
     seq_len: int,
     fix: str = "give a longer data.path or a smaller train.seq_len",
 ) -> tuple[range, range]:
-    """(bytes to train on, held-out bytes): the held-out ones are one piece at the end, `holdout` of all, but
-    at least one row. Raises DataError, which names `fix`, when either part is shorter than the seq_len + 1
-    bytes of a row."""
+    """(bytes to train on, held-out bytes): the held-out ones are one piece at the end, the corpus's held
+    files or else `holdout` of all, but at least one row. Raises DataError, which names `fix`, when either
+    part is shorter than the seq_len + 1 bytes of a row."""
     row = seq_len + 1
     total = len(corpus)
-    tail = max(int(total * holdout), row)
+    tail = max(corpus.held or int(total * holdout), row)
     if total - tail < row:
         smaller = ", or a smaller data.holdout" if total >= 2 * row else ""
         raise DataError(

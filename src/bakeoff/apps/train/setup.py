@@ -55,7 +55,7 @@ def open_inputs(config: Config, placement: Placement, lock: RunLock) -> Inputs:
     """Opens the data and the run's folder, and locks that. Raises DataError, ConfigError, FolderInUse and
     CheckpointError."""
     world = placement.world
-    corpus = ByteCorpus.open(config.data.path)
+    corpus = ByteCorpus.open(config.data.path, config.data.whole)
     training, held_out = split(corpus, config.data.holdout, config.seq_len)
     batches = Batches(
         corpus,

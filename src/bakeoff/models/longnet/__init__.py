@@ -11,7 +11,7 @@ that what is near in the grid shares a segment.
 Shapes: B batch, T time or tokens, D d_model, H heads, K kv_heads, E = D / H, V vocab, r a rate.
 """
 
-from bakeoff.models.longnet.attention import Cache
+from bakeoff.models.longnet.cache import Cache
 from bakeoff.models.longnet.image import ImageConfig, ImageLongNet
 from bakeoff.models.longnet.shape import SIZES, Config
 from bakeoff.models.longnet.text import LongNetLM

@@ -7,30 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bakeoff.models.longnet.shape import Config, Shape
+from bakeoff.models.longnet.cache import Cache, Slots
+from bakeoff.models.longnet.shape import Shape
+from bakeoff.nn import attend_one
 from bakeoff.ops import dilated_attention, rotary
 from bakeoff.ops.dilated_attention import phase_table
 
-__all__ = ["Attention", "Cache"]
-
-
-class Cache:
-    """What decoding remembers of a `LongNetLM` of this shape: of each layer and branch the keys and values
-    that the branch selects in the segment it is in, and no others.
-
-    At most the sum over branches of segment / rate tokens a head. A branch's row j is, for a head of phase s,
-    the segment's token s + j * rate.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.length = 0
-        self.layers: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(config.layers)]
-
-    @property
-    def rows(self) -> int | None:
-        """How many rows it holds; None while it is empty."""
-        return self.layers[0][0][0].shape[0] if self.layers[0] else None
+__all__ = ["Attention"]
 
 
 class Attention(nn.Module):
@@ -51,6 +34,8 @@ class Attention(nn.Module):
         heads = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         q, k = rotary(q, k, cos, sin)
+        if cache is not None and cache.slots is not None:
+            return self.out(self._step(q, k, v, cache.slots))  # type: ignore[no-any-return]
         y = self._behind(q, k, v, cache) if cache is not None and cache.length else self._attend(q, k, v)
         if cache is not None:
             self._keep(k, v, cache)
@@ -61,6 +46,18 @@ class Attention(nn.Module):
         y = self.attends(q, k, v, self.segments, self.rates, causal=self.causal, phase=self.phases)
         assert isinstance(y, Tensor)
         return y
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, slots: Slots) -> Tensor:
+        """Attention [B, 1, H E] of one position to itself and to what `slots` holds, which then holds it."""
+        held = slots.layers[self.layer]
+        for part, new in zip(held, (k, v), strict=True):
+            part[:, :, :1] = new.transpose(1, 2)
+        y = attend_one(q, held[0], held[1], slots.counts[self.layer])
+        seen = slots.seen[self.layer].expand(-1, self.heads // self.kv_heads * self.head_dim).flatten()
+        old = held.index_select(3, slots.rows)
+        chosen = slots.chosen[self.layer][..., None]
+        held.index_copy_(3, slots.rows, torch.where(chosen, held[:, :, :, :1], old))
+        return torch.where(seen, y, 0.0)
 
     def _branches(self, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
         """Segment, rate and phases [K, 1] of each branch, without a copy from the host."""

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bakeoff.models.longnet.attention import Attention, Cache
+from bakeoff.models.longnet.attention import Attention
+from bakeoff.models.longnet.cache import Cache
 from bakeoff.models.longnet.shape import Shape
 from bakeoff.nn import MLP, HasRotaryTables, RMSNorm
 

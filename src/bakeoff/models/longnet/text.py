@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bakeoff.models.caching import rows_at
 from bakeoff.models.checks import check_cache, check_ids, check_kind
 from bakeoff.models.generation import Generates
-from bakeoff.models.longnet.attention import Cache
 from bakeoff.models.longnet.blocks import Block, LongNet, cross_entropy
+from bakeoff.models.longnet.cache import Cache
 from bakeoff.models.longnet.shape import Config
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ class LongNetLM(Generates, LongNet):
         check_cache(cache, self.config, ids)
         found = []
         for piece in ids.split(_PIECE, dim=1) if cache.length else (ids,):
-            found.append(self._logits(piece, cache.length, cache))
+            with cache.step():
+                found.append(self._logits(piece, cache.length, cache))
             cache.length += piece.shape[1]
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
@@ -113,7 +115,11 @@ class LongNetLM(Generates, LongNet):
             )
 
     def _logits(self, ids: Tensor, start: int, cache: Cache | None = None) -> Tensor:
-        cos, sin = self.cos[start : start + ids.shape[1]], self.sin[start : start + ids.shape[1]]
+        length = ids.shape[1]
+        if cache is None:
+            cos, sin = self.cos[start : start + length], self.sin[start : start + length]
+        else:
+            cos, sin = rows_at(self.cos, length, cache), rows_at(self.sin, length, cache)
         x = self.run(self.embed(ids.long()), cos, sin, cache)
         return F.linear(x, self.embed.weight if self.head is None else self.head.weight)
 
@@ -129,8 +135,9 @@ class LongNetLM(Generates, LongNet):
         keys = sum(min(segment, length) / rate**2 for segment, rate in branches)
         return int(6 * products + 6 * config.layers * config.d_model * keys)
 
-    def make_cache(self) -> Cache:
-        """An empty cache for `decode`."""
+    def make_cache(self, capacity: int | None = None) -> Cache:
+        """An empty cache for `decode`, of the same size for any number of positions."""
+        del capacity
         return Cache(self.config)
 
     def context(self) -> int:

@@ -15,14 +15,15 @@ __all__ = ["bench", "compare"]
 @click.argument("names", metavar="[OP]...", nargs=-1)
 @click.option(
     "--suite",
-    type=click.Choice(["ops", "selection", "step", "launch", "recall", "nested"]),
+    type=click.Choice(["ops", "selection", "step", "decode", "launch", "recall", "nested"]),
     default="ops",
     show_default=True,
     help="ops: all candidates and peers. selection: time lost by the choices, overhead of choosing, time to "
-    "tune. step: a whole training step, eager, captured, compiled, and both. launch: the host's and the "
-    "device's time of every candidate at lengths from 256 to 16384. recall: TitanMAC, with and without what "
-    "its memory consists of, trained to recall pairs that are out of its attention's reach. nested: "
-    "training with learned multipliers of the learning rate and without.",
+    "tune. step: a whole training step, eager, captured, compiled, and both. decode: bytes a second of every "
+    "model's generate. launch: the host's and the device's time of every candidate at lengths from 256 to "
+    "16384. recall: TitanMAC, with and without what its memory consists of, trained to recall pairs that are "
+    "out of its attention's reach. nested: training with learned multipliers of the learning rate and "
+    "without.",
 )
 @click.option(
     "--regimes", help="Comma-separated: eager,graph,compiled. [default: all the device has but compiled]"
@@ -33,7 +34,8 @@ __all__ = ["bench", "compare"]
     "--filter",
     "text",
     default="",
-    help="Only cases whose name or shapes (in --suite recall: forms whose name) contain this text.",
+    help="Only cases whose name or shapes (in --suite decode: models, in --suite recall: forms whose name) "
+    "contain this text.",
 )
 @options.budget(
     "Seconds measured per contest; verification comes on top. [default: 2; in --suite step 60, for all "
@@ -67,6 +69,7 @@ def bench(**values: Any) -> None:
       bakeoff bench rms_norm --filter 8192x4096 --budget 5
       bakeoff bench --suite selection --out results/h200/selection.json
       bakeoff bench --suite step --resume
+      bakeoff bench --suite decode --filter LLMMed
       bakeoff bench --suite launch rotary
       bakeoff bench --suite recall --filter lmm
       bakeoff bench --suite nested
@@ -121,7 +124,9 @@ def compare(**values: Any) -> None:
     --lengths. Settings are those of SECOND's recipe. KEY=VALUE goes to both, first.KEY=VALUE and
     second.KEY=VALUE to one.
 
-    A winner is named only where held-out bits per byte differ by more than seed noise. Each result is written
+    At least 1 MiB of held-out bytes is scored (or all there are), of whole files, chosen by a hash of their
+    path, where the data are a folder; train.eval_rows=N scores N rows instead. A winner is named only where
+    held-out bits per byte differ by more than seed noise. Each result is written
     to OUT/compare.json at once, so Ctrl-C loses only the unfinished run; --resume goes on from there.
 
     Examples:

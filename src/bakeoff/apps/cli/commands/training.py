@@ -95,7 +95,7 @@ def tune(**values: Any) -> None:
 
 @click.command(cls=Command)
 @click.argument("run", type=FILE)
-@click.option("--prompt", default="def ", show_default=True, help="Text to go on from.")
+@click.option("--prompt", default="def ", show_default=True, help="Text to go on from; -: standard input.")
 @click.option("--max-new", type=click.IntRange(1), default=400, show_default=True, help="Bytes to write.")
 @click.option(
     "--temperature", type=Finite(0), default=0.8, show_default=True, help="0: always the likeliest byte."
@@ -117,6 +117,7 @@ def generate(**values: Any) -> None:
     Examples:
       bakeoff generate runs/llm-med-tiny-20260101-120000 --prompt 'class ' --max-new 1000
       bakeoff generate runs/a --temperature 0
+      head -c 500 setup.py | bakeoff generate runs/a --prompt -
     """
     from bakeoff.apps.cli.generating import stream
 

@@ -52,6 +52,13 @@ class Data(Section, frozen=True):
     """Share of the bytes, at the end, that is never trained on."""
     may_change: bool = False
     """Go on, with a warning, where the bytes are no longer those that the run began with."""
+    whole_files: bool = False
+    """In a folder, hold out whole files instead: about this share of them, chosen by a hash of their path."""
+
+    @property
+    def whole(self) -> float:
+        """The share of files that is held out whole."""
+        return self.holdout if self.whole_files else 0.0
 
 
 class Optim(Section, frozen=True):

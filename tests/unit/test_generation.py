@@ -1,0 +1,178 @@
+"""Text, symbol by symbol: settled caches, prompts of unequal length, sampling, standard input."""
+
+import io
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bakeoff.apps.cli import generating
+from bakeoff.graphs import NotCapturable
+from bakeoff.models import build, byte_spectral, llm_med, longnet, titan_mac
+from bakeoff.models.generation import sample
+
+LONG = 37
+MIXING = {
+    "attention": llm_med.Config(d_model=32, layers=2, heads=4, kv_heads=2, max_seq_len=40, logit_cap=5.0),
+    "poles": byte_spectral.Config(d_model=16, layers=2, heads=2, max_seq_len=40, window=9),
+    "taps": byte_spectral.Config(
+        d_model=16, layers=3, heads=2, max_seq_len=40, window=9, filter="taps", taps=7, attention_every=2
+    ),
+    "minimum_phase": byte_spectral.Config(
+        d_model=16, layers=1, heads=2, max_seq_len=40, window=1, filter="minimum_phase", taps=7
+    ),
+    "dilated": longnet.Config(
+        d_model=32, layers=3, heads=4, kv_heads=2, segments=(4, 16, 32), rates=(1, 3, 5), max_seq_len=40
+    ),
+    "dilated, gaps": longnet.Config(
+        d_model=32, layers=2, heads=4, segments=(5, 16), rates=(2, 4), max_seq_len=LONG
+    ),
+}
+
+
+def memory(**changes: Any) -> titan_mac.Config:
+    return titan_mac.Config(d_model=16, layers=2, heads=2, segment=8, chunk=4, **{"persistent": 3, **changes})
+
+
+MIXING |= {
+    "mac": memory(),
+    "mac, last": memory(learns="last", gate="segment", persistent=0),
+    "mac without": memory(memory=False),
+    "mag": memory(variant="mag"),
+    "mag without": memory(variant="mag", memory=False, persistent=0),
+    "lmm": memory(variant="lmm", learns="last"),
+}
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    model = build(MIXING[name]).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("name", MIXING)
+@torch.no_grad()
+def test_a_settled_cache_goes_on_as_the_whole_pass(name: str) -> None:
+    model, ids = model_of(name), torch.randint(256, (2, LONG))
+    whole = model(ids)[0]
+    for cut in (1, 8, 20):
+        cache = model.make_cache(LONG)
+        pieces = [model.decode(ids[:, :cut], cache)]
+        cache.settle(model)
+        at = [t.data_ptr() for t in (*cache.state().values(), *cache.buffers())]
+        pieces += [model.decode(symbol, cache) for symbol in ids[:, cut:].split(1, dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=1e-12, rtol=0)
+        assert at == [t.data_ptr() for t in (*cache.state().values(), *cache.buffers())]
+        assert cache.length == cache.at == LONG
+
+
+@pytest.mark.parametrize("name", ["attention", "taps", "poles", "dilated", "mac", "mag", "lmm"])
+def test_prompts_of_unequal_length_go_on_as_alone(name: str) -> None:
+    """Past the context, too, where there is one."""
+    model = model_of(name)
+    prompts = [torch.randint(256, (length,)) for length in (3, 11, 1)]
+    for prompt, text in zip(prompts, model.generate(prompts, 45, temperature=0.0), strict=True):
+        assert torch.equal(text, model.generate(prompt[None], 45, temperature=0.0)[0])
+        assert torch.equal(text[: len(prompt)], prompt)
+
+
+def test_prompts_longer_than_the_context() -> None:
+    model = model_of("attention")
+    prompts = [torch.randint(256, (length,)) for length in (3, 50)]
+    short, long = model.generate(prompts, 4, temperature=0.0)
+    assert torch.equal(long, model.generate(prompts[1][None], 4, temperature=0.0)[0])
+    assert torch.equal(short, model.generate(prompts[0][None], 4, temperature=0.0)[0])
+    assert [len(row) for row in model.generate(prompts, 0)] == [3, 50]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ([], ValueError, "prompt holds no rows"),
+        (
+            [torch.zeros(3, dtype=torch.long), torch.zeros(0, dtype=torch.long)],
+            ValueError,
+            r"prompt\[1\] has",
+        ),
+        (
+            [torch.zeros(1, 3, dtype=torch.long)],
+            ValueError,
+            r"prompt\[0\] has shape \(1, 3\), expected \[T\]",
+        ),
+        ([torch.zeros(3)], TypeError, r"prompt\[0\] are torch.float32"),
+        (["text"], TypeError, r"prompt\[0\] must be a tensor"),
+    ],
+)
+def test_prompts_that_are_refused(prompt: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        model_of("attention").generate(prompt, 3)
+
+
+def test_a_graph_needs_a_cuda_device() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(NotCapturable, match="needs CUDA"):
+        model_of("attention").generate(torch.zeros(1, 3, dtype=torch.long), 3, capture=True)
+
+
+def test_the_callers_gradients_and_modes_stay() -> None:
+    model, prompt = model_of("poles"), torch.randint(256, (1, 3))
+    for _ in model.stream(prompt, 5):
+        assert torch.is_grad_enabled()
+    with torch.inference_mode():
+        text = model.stream(prompt, 9, temperature=0.0)
+        begun = [int(next(text)) for _ in range(4)]
+    whole = begun + [int(symbol) for symbol in text]
+    assert whole == model.generate(prompt, 9, temperature=0.0)[0, 3:].tolist()
+
+
+def test_symbols_are_drawn_as_often_as_they_are_likely() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(20_000, -1)
+    generator = torch.Generator().manual_seed(0)
+    drawn = sample(logits, temperature=2.0, generator=generator).bincount(minlength=4) / 20_000
+    torch.testing.assert_close(drawn, (logits[0] / 2).softmax(-1), atol=0.015, rtol=0)
+    assert sample(logits, top_p=0.6, generator=generator).unique().tolist() == [2]
+    assert sample(logits, top_k=2, generator=generator).unique().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 12])
+def test_symbols_are_read_behind_the_ones_that_are_issued(count: int) -> None:
+    issued = []
+
+    def symbols() -> Any:
+        for number in range(count):
+            issued.append(number)
+            yield torch.tensor([number])
+
+    read = generating._read(symbols(), 4)
+    for number in range(count):
+        assert next(read) == number
+        assert len(issued) >= min(count, 4 + number // 4 * 4 + (count > 4) * 4)
+    assert list(read) == []
+
+
+def test_the_documents_example_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "generation.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(example, {})
+
+
+def test_a_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    model = model_of("poles").float()
+    monkeypatch.setattr(generating, "load_run", lambda run: (model, None))
+    given = "naïve\n".encode() + b"\xff"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+    generating.stream(generating.Path("run"), "-", 5, "cpu", seed=0)
+    out = capsys.readouterr().out
+    assert out.startswith("naïve\n\ufffd")
+    ids = torch.tensor([list(given)])
+    expected = model.generate(ids, 5, seed=0)[0, -5:].tolist()
+    shown = "".join(itertools.islice(generating.continuation(model, given, 5, seed=0), 6))
+    assert out[7:] == shown + "\n"
+    assert len(expected) == 5
