@@ -33,6 +33,8 @@ class Line(NamedTuple):
     """The chosen candidate's time over plain PyTorch's, by cell."""
     against_peers: list[float]
     """Our fastest kernel's time over the fastest peer's, by cell."""
+    current: bool
+    """Whether all of these rows measured today's sources."""
 
 
 def lines(folder: Path) -> list[Line]:
@@ -59,7 +61,7 @@ def _groups(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], Contes
     contests: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if "op" in row and row["regime"] in ("graph", "eager"):
-            contests[cell_of(row)].append({**row, "us": row.get("us")})
+            contests[cell_of(row)].append({"us": None, "source_hash": "", **row})
     groups: dict[tuple[str, str, str], Contests] = defaultdict(list)
     for (op, _, regime, way), members in contests.items():
         if any(row["us"] for row in members):
@@ -80,7 +82,8 @@ def _line(op: str, env: Env, way: str, regime: str, contests: Contests) -> Line:
         others = [row["us"] for row in timed if not results.ours(row)]
         if ours and others:
             peers.append(min(ours) / min(others))
-    return Line(op, env, way, regime, len(contests), plain, peers)
+    current = all(results.current(row) for rows in contests for row in rows)
+    return Line(op, env, way, regime, len(contests), plain, peers, current)
 
 
 def table(folder: Path) -> str:
@@ -90,7 +93,7 @@ def table(folder: Path) -> str:
         return "No measurements are committed yet."
     rows = [
         [
-            line.op,
+            line.op if line.current else f"{line.op} *",
             line.env.device.split()[1] if " " in line.env.device else line.env.device,
             ("forward + backward" if line.way == "both" else "forward") + f", {line.regime}",
             str(line.cells),
@@ -107,8 +110,8 @@ def table(folder: Path) -> str:
         f"{markdown_table(heads, rows)}\n\n"
         "Ratios of times, median and worst; below 1 is faster. Plain is PyTorch op by op; peers are "
         "torch.compile and other libraries' kernels; lost are cells in which one of them is faster than "
-        f"ours (and chosen, if it is correct). {'; '.join(cards_shown)}. [All results](docs/results.md), "
-        "every lost cell and which rows are of earlier sources."
+        f"ours (and chosen, if it is correct). {'; '.join(cards_shown)}. An asterisk: earlier "
+        "sources were measured. [All results](docs/results.md), every lost cell among them."
     )
 
 
