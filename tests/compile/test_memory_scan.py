@@ -31,7 +31,7 @@ def compiled(name, target, *, chunk=64, D=64, H=256, dtype=torch.bfloat16, tilin
     constants = {
         "CHUNK": chunk, "D": D, "H": H, "V": D, "SHIFT": shift, "QUERIED": shift >= 0,
         "BT": max(16, 1 << (chunk - 1).bit_length()), "BD": narrow, "BV": narrow, "BH": tiling.hidden,
-        "PRECISION": "tf32x3" if target.startswith("sm") else "ieee",
+        "PRECISION": "ieee" if not target.startswith("sm") else "tf32x3" if dtype == torch.float32 else "bf16x3",
     }  # fmt: skip
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature = {

@@ -43,7 +43,7 @@ class _Sizes:
         self.BD, self.BV = (min(64, _power(size)) for size in (self.D, self.V))
         self.inputs, self.outputs = -(-self.D // self.BD), -(-self.V // self.BV)
         self.all = {"CHUNK": self.chunk, "D": self.D, "H": self.H, "V": self.V, "BT": _power(self.chunk),
-                    "BH": self.BH, "PRECISION": "ieee" if torch.version.hip else "tf32x3", "num_warps":
+                    "BH": self.BH, "PRECISION": _precision(q), "num_warps":
                     tiling.warps, "num_stages": tiling.stages, "T": self.T, "C": self.C}  # fmt: skip
 
     def kept(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -52,6 +52,13 @@ class _Sizes:
         G, T, H, W = self.G, self.T, self.H, self.chunk + 2
         shapes = [(G, self.C + 1, 2 * self.P), (G, self.C, W, W), *[(G, T, H)] * 3, (G, T, self.V)]
         return [(shape, torch.float32) for shape in shapes]
+
+
+def _precision(q: Tensor) -> str:
+    """How products are taken: more exactly than the tokens are rounded, as the state sums over all chunks."""
+    if torch.version.hip or q.device.type == "cpu":  # interpreted, where bfloat16 is wrong
+        return "ieee"
+    return "bf16x3" if q.dtype.itemsize == 2 else "tf32x3"
 
 
 def _power(size: int) -> int:

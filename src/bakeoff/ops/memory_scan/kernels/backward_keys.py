@@ -20,7 +20,6 @@ def _to_slopes(
 ):  # fmt: skip
     # dF and dh with what the updates add, BH hidden units of one group a program, and what the updates'
     # weights get. 4 BT BH (D + V) FLOPs.
-    DTYPE: tl.constexpr = k.dtype.element_ty
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
     g = tl.program_id(0).to(tl.int64)
@@ -36,8 +35,8 @@ def _to_slopes(
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
         key = _tile(k + first * D, t, d, length, D)
-        memory = _product(key, tl.trans(_tile(after, h, d, H, D)), memory, DTYPE, PRECISION)
-        momentum = _product(key, tl.trans(_tile(after + P, h, d, H, D)), momentum, DTYPE, PRECISION)
+        memory = _product(key, tl.trans(_tile(after, h, d, H, D)), memory, PRECISION)
+        momentum = _product(key, tl.trans(_tile(after + P, h, d, H, D)), momentum, PRECISION)
     memory += _vector(after + H * D, h, H)[None, :]
     momentum += _vector(after + P + H * D, h, H)[None, :]
     hidden, slope, _ = _slope(_tile(z + first * H, t, h, length, H))
@@ -52,8 +51,8 @@ def _to_slopes(
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
         error = _tile(e + first * V, t, u, length, V)
-        memory = _product(error, _tile(after + H * D + H, u, h, V, H), memory, DTYPE, PRECISION)
-        momentum = _product(error, _tile(after + P + H * D + H, u, h, V, H), momentum, DTYPE, PRECISION)
+        memory = _product(error, _tile(after + H * D + H, u, h, V, H), memory, PRECISION)
+        momentum = _product(error, _tile(after + P + H * D + H, u, h, V, H), momentum, PRECISION)
         if tl.program_id(1) == 0:
             bias = H * D + H + V * H
             of_memory += tl.sum(error * _vector(after + bias, u, V)[None, :], 1)
@@ -76,7 +75,6 @@ def _to_errors(
     BT: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The answers' gradients, twice dE, into `de`, and dv: BV outputs of one group a program. 6 BT BV H FLOPs.
-    DTYPE: tl.constexpr = dv.dtype.element_ty
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
     g = tl.program_id(0).to(tl.int64)
@@ -93,10 +91,10 @@ def _to_errors(
     for start in range(0, H, BH):
         h = start + tl.arange(0, BH)
         hidden, slope, _ = _slope(_tile(z + first * H, t, h, length, H))
-        memory = _product(hidden, tl.trans(_tile(after, u, h, V, H)), memory, DTYPE, PRECISION)
-        momentum = _product(hidden, tl.trans(_tile(after + P, u, h, V, H)), momentum, DTYPE, PRECISION)
+        memory = _product(hidden, tl.trans(_tile(after, u, h, V, H)), memory, PRECISION)
+        momentum = _product(hidden, tl.trans(_tile(after + P, u, h, V, H)), momentum, PRECISION)
         slope *= _tile(df + first * H, t, h, length, H)
-        total = _product(slope, tl.trans(_tile(state, u, h, V, H)), total, DTYPE, PRECISION)
+        total = _product(slope, tl.trans(_tile(state, u, h, V, H)), total, PRECISION)
     memory += _vector(after + V * H, u, V)[None, :]
     momentum += _vector(after + P + V * H, u, V)[None, :]
     total -= into_memory * memory + into_momentum * momentum
@@ -159,7 +157,6 @@ def _to_first(
     BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # dZ, and what W1 and b1 get. Pointers stand at this chunk and group.
-    DTYPE: tl.constexpr = k.dtype.element_ty
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
     beta, pushed = tl.load(table + length * W), tl.load(table + length * W + 1)
@@ -170,7 +167,7 @@ def _to_first(
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
         weight = _tile(state + H * D + H, u, h, V, H)
-        arrived = _product(_tile(de, t, u, length, V), weight, arrived, DTYPE, PRECISION)
+        arrived = _product(_tile(de, t, u, length, V), weight, arrived, PRECISION)
     found = _tile(df, t, h, length, H) * _tile(a, t, h, length, H) * bend + arrived * slope
     _matrix(dz, found, t, h, length, H)
     asked = _tile(dzq, t, h, length, H)
@@ -184,11 +181,11 @@ def _to_first(
         of_beta += tl.sum(x * m)
         of_push += tl.sum(x * s)
         of_kept += tl.sum(y * s)
-        m = _product(tl.trans(found), key, beta * x, DTYPE, PRECISION)
-        m = _product(tl.trans(own * asked), question, m, DTYPE, PRECISION)
+        m = _product(tl.trans(found), key, beta * x, PRECISION)
+        m = _product(tl.trans(own * asked), question, m, PRECISION)
         s = pushed * x + kept * y
         if SHIFT >= 0:
-            s = _product(tl.trans(push * asked), question, s, DTYPE, PRECISION)
+            s = _product(tl.trans(push * asked), question, s, PRECISION)
         _matrix(before, m, h, d, H, D)
         _matrix(before + P, s, h, d, H, D)
     x_1, y_1 = _vector(after + H * D, h, H), _vector(after + P + H * D, h, H)
@@ -208,7 +205,6 @@ def _to_second(
     BT: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # What W2 and, from the first hidden units' program, b2 get. Pointers stand at this chunk and group.
-    DTYPE: tl.constexpr = do.dtype.element_ty
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
     SECOND: tl.constexpr = H * D + H
@@ -229,12 +225,12 @@ def _to_second(
         of_beta += tl.sum(x * m)
         of_push += tl.sum(x * s)
         of_kept += tl.sum(y * s)
-        m = _product(tl.trans(error), back, beta * x, DTYPE, PRECISION)
-        m = _product(tl.trans(answered), hidden, m, DTYPE, PRECISION)
-        m = _product(tl.trans(own * given), query, m, DTYPE, PRECISION)
+        m = _product(tl.trans(error), back, beta * x, PRECISION)
+        m = _product(tl.trans(answered), hidden, m, PRECISION)
+        m = _product(tl.trans(own * given), query, m, PRECISION)
         s = pushed * x + kept * y
         if SHIFT >= 0:
-            s = _product(tl.trans(push * given), query, s, DTYPE, PRECISION)
+            s = _product(tl.trans(push * given), query, s, PRECISION)
         _matrix(before + SECOND, m, u, h, V, H)
         _matrix(before + P + SECOND, s, u, h, V, H)
         if tl.program_id(1) == 0:
@@ -258,7 +254,6 @@ def _to_keys(
     BT: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # dk of BD inputs of one group a program. 6 BT BD H FLOPs.
-    DTYPE: tl.constexpr = dk.dtype.element_ty
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
     g = tl.program_id(0).to(tl.int64)
@@ -275,10 +270,10 @@ def _to_keys(
         h = start + tl.arange(0, BH)
         _, slope, _ = _slope(_tile(z + first * H, t, h, length, H))
         slope *= _tile(a + first * H, t, h, length, H)
-        memory = _product(slope, _tile(after, h, d, H, D), memory, DTYPE, PRECISION)
-        momentum = _product(slope, _tile(after + P, h, d, H, D), momentum, DTYPE, PRECISION)
+        memory = _product(slope, _tile(after, h, d, H, D), memory, PRECISION)
+        momentum = _product(slope, _tile(after + P, h, d, H, D), momentum, PRECISION)
         total = _product(
-            _tile(dz + first * H, t, h, length, H), _tile(state, h, d, H, D), total, DTYPE, PRECISION
+            _tile(dz + first * H, t, h, length, H), _tile(state, h, d, H, D), total, PRECISION
         )
     total -= into_memory * memory + into_momentum * momentum
     if QUERIED:

@@ -20,7 +20,6 @@ def _from_answers(
 ):  # fmt: skip
     # dzq, dF and dh of BH hidden units of one chunk and group a program, and what beta and f get from them.
     # BT BH (4 V + 4 D + 8 BT) + 2 BT^2 (D + V) FLOPs.
-    DTYPE: tl.constexpr = q.dtype.element_ty
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
     g, c = tl.program_id(0).to(tl.int64) // C, tl.program_id(0).to(tl.int64) % C
@@ -35,11 +34,11 @@ def _from_answers(
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
         arrived = _tile(do + first * V, t, u, length, V)
-        own = _product(arrived, _tile(state + H * D + H, u, h, V, H), own, DTYPE, PRECISION)
+        own = _product(arrived, _tile(state + H * D + H, u, h, V, H), own, PRECISION)
         if SHIFT >= 0:
             error = tl.trans(_tile(e + first * V, t, u, length, V))
-            seen = _product(arrived, error, seen, DTYPE, PRECISION)
-            pushed = _product(arrived, _tile(state + P + H * D + H, u, h, V, H), pushed, DTYPE, PRECISION)
+            seen = _product(arrived, error, seen, PRECISION)
+            pushed = _product(arrived, _tile(state + P + H * D + H, u, h, V, H), pushed, PRECISION)
     query, query_slope, _ = _slope(_tile(zq + first * H, t, h, length, H))
     if SHIFT < 0:
         _matrix(dzq + first * H, own * query_slope, t, h, length, H)
@@ -52,9 +51,9 @@ def _from_answers(
         behind = -seen * weights
         hidden, slope, _ = _slope(_tile(z + first * H, t, h, length, H))
         slope *= _tile(a + first * H, t, h, length, H)
-        arrived = _product(behind, hidden, beta * own + push * pushed, DTYPE, PRECISION) * query_slope
+        arrived = _product(behind, hidden, beta * own + push * pushed, PRECISION) * query_slope
         _matrix(dzq + first * H, arrived, t, h, length, H)
-        _matrix(dh + first * H, _product(tl.trans(behind), query, none, DTYPE, PRECISION), t, h, length, H)
+        _matrix(dh + first * H, _product(tl.trans(behind), query, none, PRECISION), t, h, length, H)
         from_beta, from_push = tl.sum(query * own, 1), tl.sum(query * pushed, 1)
         seen = tl.zeros((BT, BT), tl.float32)
         own, pushed = tl.zeros((BT, BH), tl.float32), tl.zeros((BT, BH), tl.float32)
@@ -62,11 +61,11 @@ def _from_answers(
             d = start + tl.arange(0, BD)
             asked = _tile(q + first * D, t, d, length, D)
             key = tl.trans(_tile(k + first * D, t, d, length, D))
-            seen = _product(asked, key, seen, DTYPE, PRECISION)
-            own = _product(asked, tl.trans(_tile(state, h, d, H, D)), own, DTYPE, PRECISION)
-            pushed = _product(asked, tl.trans(_tile(state + P, h, d, H, D)), pushed, DTYPE, PRECISION)
+            seen = _product(asked, key, seen, PRECISION)
+            own = _product(asked, tl.trans(_tile(state, h, d, H, D)), own, PRECISION)
+            pushed = _product(asked, tl.trans(_tile(state + P, h, d, H, D)), pushed, PRECISION)
         weights *= seen + 1
-        own_keys = _product(tl.trans(weights), arrived, none, DTYPE, PRECISION)
+        own_keys = _product(tl.trans(weights), arrived, none, PRECISION)
         _matrix(df + first * H, -own_keys, t, h, length, H)
         from_beta += tl.sum(arrived * (own + _vector(state + H * D, h, H)[None, :]), 1)
         from_push += tl.sum(arrived * (pushed + _vector(state + P + H * D, h, H)[None, :]), 1)
@@ -90,7 +89,6 @@ def _to_tokens(
 ):  # fmt: skip
     # dq, dk and dE of one chunk and group, BD inputs and BV outputs a program; the first also gives the
     # gradient of the attention's weights. BT H (4 BT + 4 BD) + 2 BT^2 (D + V + 2 BD + BV) FLOPs.
-    DTYPE: tl.constexpr = q.dtype.element_ty
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
     g, c = tl.program_id(0).to(tl.int64) // C, tl.program_id(0).to(tl.int64) % C
@@ -105,14 +103,14 @@ def _to_tokens(
     for start in range(0, H, BH):
         h = start + tl.arange(0, BH)
         arrived = _tile(dzq + first * H, t, h, length, H)
-        own = _product(arrived, _tile(state, h, own_d, H, D), own, DTYPE, PRECISION)
+        own = _product(arrived, _tile(state, h, own_d, H, D), own, PRECISION)
         if SHIFT >= 0:
-            pushed = _product(arrived, _tile(state + P, h, own_d, H, D), pushed, DTYPE, PRECISION)
+            pushed = _product(arrived, _tile(state + P, h, own_d, H, D), pushed, PRECISION)
             query, _, _ = _slope(_tile(zq + first * H, t, h, length, H))
             hidden, slope, _ = _slope(_tile(z + first * H, t, h, length, H))
             slope *= _tile(a + first * H, t, h, length, H)
-            hidden_seen = _product(query, tl.trans(hidden), hidden_seen, DTYPE, PRECISION)
-            behind = _product(arrived, tl.trans(slope), behind, DTYPE, PRECISION)
+            hidden_seen = _product(query, tl.trans(hidden), hidden_seen, PRECISION)
+            behind = _product(arrived, tl.trans(slope), behind, PRECISION)
     if SHIFT < 0:
         _matrix(dq + first * D, own, t, own_d, length, D)
     else:
@@ -123,24 +121,24 @@ def _to_tokens(
         weights = tl.where(t[None, :] < length, weights, 0.0)
         back = -behind * weights
         key, asked = _tile(k + first * D, t, own_d, length, D), _tile(q + first * D, t, own_d, length, D)
-        into = _product(back, key, beta * own + push * pushed, DTYPE, PRECISION)
+        into = _product(back, key, beta * own + push * pushed, PRECISION)
         _matrix(dq + first * D, into, t, own_d, length, D)
         none = tl.zeros((BT, BD), tl.float32)
-        _matrix(dk + first * D, _product(tl.trans(back), asked, none, DTYPE, PRECISION), t, own_d, length, D)
+        _matrix(dk + first * D, _product(tl.trans(back), asked, none, PRECISION), t, own_d, length, D)
         answered = _tile(do + first * V, t, own_u, length, V)
         into = tl.trans(weights * (hidden_seen + 1))
         none = tl.zeros((BT, BV), tl.float32)
-        _matrix(de + first * V, -_product(into, answered, none, DTYPE, PRECISION), t, own_u, length, V)
+        _matrix(de + first * V, -_product(into, answered, none, PRECISION), t, own_u, length, V)
         if tl.program_id(1) == 0:
             seen, errors = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
             for start in range(0, D, BD):
                 d = start + tl.arange(0, BD)
                 keys = tl.trans(_tile(k + first * D, t, d, length, D))
-                seen = _product(_tile(q + first * D, t, d, length, D), keys, seen, DTYPE, PRECISION)
+                seen = _product(_tile(q + first * D, t, d, length, D), keys, seen, PRECISION)
             for start in range(0, V, BV):
                 u = start + tl.arange(0, BV)
                 error = tl.trans(_tile(e + first * V, t, u, length, V))
-                errors = _product(_tile(do + first * V, t, u, length, V), error, errors, DTYPE, PRECISION)
+                errors = _product(_tile(do + first * V, t, u, length, V), error, errors, PRECISION)
             total = -errors * (hidden_seen + 1) - behind * (seen + 1)
             total = tl.where((t[:, None] < length) & (t[None, :] < length), total, 0.0)
             _matrix(dweights + (g * C + c) * CHUNK * CHUNK, total, t, t, CHUNK, CHUNK)

@@ -15,7 +15,6 @@ def _hidden(
     BT: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Z = k W1' + b1 of chunk c: BH hidden units of one group a program. 2 BT D BH FLOPs.
-    DTYPE: tl.constexpr = k.dtype.element_ty
     P: tl.constexpr = H * D + H + V * H + V
     g = tl.program_id(0).to(tl.int64)
     t, h = tl.arange(0, BT), tl.program_id(1) * BH + tl.arange(0, BH)
@@ -26,7 +25,7 @@ def _hidden(
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
         total = _product(
-            _tile(k + first * D, t, d, length, D), tl.trans(_tile(state, h, d, H, D)), total, DTYPE, PRECISION
+            _tile(k + first * D, t, d, length, D), tl.trans(_tile(state, h, d, H, D)), total, PRECISION
         )
     total += _vector(state + H * D, h, H)[None, :]
     _matrix(z + first * H, total, t, h, length, H)
@@ -39,7 +38,6 @@ def _errors(
     BT: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # E = 2 (s(Z) W2' + b2 - v): BV outputs of one group a program. 2 BT H BV FLOPs.
-    DTYPE: tl.constexpr = v.dtype.element_ty
     P: tl.constexpr = H * D + H + V * H + V
     g = tl.program_id(0).to(tl.int64)
     t, u = tl.arange(0, BT), tl.program_id(1) * BV + tl.arange(0, BV)
@@ -50,7 +48,7 @@ def _errors(
     for start in range(0, H, BH):
         h = start + tl.arange(0, BH)
         hidden, _, _ = _slope(_tile(z + first * H, t, h, length, H))
-        total = _product(hidden, tl.trans(_tile(state + H * D + H, u, h, V, H)), total, DTYPE, PRECISION)
+        total = _product(hidden, tl.trans(_tile(state + H * D + H, u, h, V, H)), total, PRECISION)
     total += _vector(state + H * D + H + V * H, u, V)[None, :]
     error = 2 * (total - _tile(v + first * V, t, u, length, V))
     _matrix(e + first * V, error, t, u, length, V)
@@ -85,7 +83,7 @@ def _learn(
     else:
         _learn_second(
             state, z + first * H, e + first * V, beta, pushed, kept, into_memory, into_momentum, t, h, length,
-            k.dtype.element_ty, D, H, V, BV, BH, PRECISION,
+            D, H, V, BV, BH, PRECISION,
         )  # fmt: skip
 
 
@@ -96,14 +94,13 @@ def _learn_first(
     BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # A, W1 and b1. Pointers stand at this chunk and group.
-    DTYPE: tl.constexpr = k.dtype.element_ty
     P: tl.constexpr = H * D + H + V * H + V
     new = state + 2 * P
     total = tl.zeros((BT, BH), tl.float32)
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
         weight = _tile(state + H * D + H, u, h, V, H)
-        total = _product(_tile(e, t, u, length, V), weight, total, DTYPE, PRECISION)
+        total = _product(_tile(e, t, u, length, V), weight, total, PRECISION)
     _matrix(a, total, t, h, length, H)
     _, slope, _ = _slope(_tile(z, t, h, length, H))
     slope *= total
@@ -113,8 +110,8 @@ def _learn_first(
         d = start + tl.arange(0, BD)
         key = _tile(k, t, d, length, D)
         m, s = _tile(state, h, d, H, D), _tile(state + P, h, d, H, D)
-        _matrix(new, beta * m + pushed * s - _product(for_memory, key, none, DTYPE, PRECISION), h, d, H, D)
-        _matrix(new + P, kept * s - _product(for_momentum, key, none, DTYPE, PRECISION), h, d, H, D)
+        _matrix(new, beta * m + pushed * s - _product(for_memory, key, none, PRECISION), h, d, H, D)
+        _matrix(new + P, kept * s - _product(for_momentum, key, none, PRECISION), h, d, H, D)
     bias, push = _vector(state + H * D, h, H), _vector(state + P + H * D, h, H)
     learned = beta * bias + pushed * push - tl.sum(into_memory * slope, 0)
     tl.store(new + H * D + h, learned, mask=h < H)
@@ -124,7 +121,7 @@ def _learn_first(
 @triton.jit
 def _learn_second(
     state, z, e, beta, pushed, kept, into_memory, into_momentum, t, h, length,
-    DTYPE: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
+    D: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
     BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # W2 and, from the first hidden units' program, b2. Pointers stand at this chunk and group.
@@ -138,9 +135,9 @@ def _learn_second(
         u = start + tl.arange(0, BV)
         error = _tile(e, t, u, length, V)
         m, s = _tile(state + SECOND, u, h, V, H), _tile(state + P + SECOND, u, h, V, H)
-        learned = _product(tl.trans(into_memory * error), hidden, none, DTYPE, PRECISION)
+        learned = _product(tl.trans(into_memory * error), hidden, none, PRECISION)
         _matrix(new + SECOND, beta * m + pushed * s - learned, u, h, V, H)
-        learned = _product(tl.trans(into_momentum * error), hidden, none, DTYPE, PRECISION)
+        learned = _product(tl.trans(into_momentum * error), hidden, none, PRECISION)
         _matrix(new + P + SECOND, kept * s - learned, u, h, V, H)
         if tl.program_id(1) == 0:
             bias, push = _vector(state + LAST, u, V), _vector(state + P + LAST, u, V)
@@ -157,7 +154,6 @@ def _query_hidden(
 ):  # fmt: skip
     # The queries' hidden units before s, of one chunk: BH hidden units of one group a program. SHIFT is 1 for
     # "after", 0 for "before" and -1 for "chunk". BT BH (4 D + 2 BT) + 2 BT^2 D FLOPs.
-    DTYPE: tl.constexpr = q.dtype.element_ty
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
     g, c = tl.program_id(0).to(tl.int64) // C, tl.program_id(0).to(tl.int64) % C
@@ -171,11 +167,11 @@ def _query_hidden(
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
         query = _tile(q + first * D, t, d, length, D)
-        own = _product(query, tl.trans(_tile(state, h, d, H, D)), own, DTYPE, PRECISION)
+        own = _product(query, tl.trans(_tile(state, h, d, H, D)), own, PRECISION)
         if SHIFT >= 0:
             key = tl.trans(_tile(k + first * D, t, d, length, D))
-            seen = _product(query, key, seen, DTYPE, PRECISION)
-            pushed = _product(query, tl.trans(_tile(state + P, h, d, H, D)), pushed, DTYPE, PRECISION)
+            seen = _product(query, key, seen, PRECISION)
+            pushed = _product(query, tl.trans(_tile(state + P, h, d, H, D)), pushed, PRECISION)
     total = own + _vector(state + H * D, h, H)[None, :]
     if SHIFT >= 0:
         row = (t + SHIFT) * W
@@ -186,7 +182,7 @@ def _query_hidden(
         _, slope, _ = _slope(_tile(z + first * H, t, h, length, H))
         slope *= _tile(a + first * H, t, h, length, H)
         total = beta * total + push * (pushed + _vector(state + P + H * D, h, H)[None, :])
-        total -= _product(weights, slope, tl.zeros((BT, BH), tl.float32), DTYPE, PRECISION)
+        total -= _product(weights, slope, tl.zeros((BT, BH), tl.float32), PRECISION)
     _matrix(zq + first * H, total, t, h, length, H)
 
 
@@ -197,7 +193,6 @@ def _answers(
     BT: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # o of one chunk: BV outputs of one group a program. BT BV (4 H + 2 BT) + 2 BT^2 H FLOPs.
-    DTYPE: tl.constexpr = o.dtype.element_ty
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
     g, c = tl.program_id(0).to(tl.int64) // C, tl.program_id(0).to(tl.int64) % C
@@ -211,12 +206,12 @@ def _answers(
     for start in range(0, H, BH):
         h = start + tl.arange(0, BH)
         query, _, _ = _slope(_tile(zq + first * H, t, h, length, H))
-        own = _product(query, tl.trans(_tile(state + H * D + H, u, h, V, H)), own, DTYPE, PRECISION)
+        own = _product(query, tl.trans(_tile(state + H * D + H, u, h, V, H)), own, PRECISION)
         if SHIFT >= 0:
             key, _, _ = _slope(_tile(z + first * H, t, h, length, H))
-            seen = _product(query, tl.trans(key), seen, DTYPE, PRECISION)
+            seen = _product(query, tl.trans(key), seen, PRECISION)
             moved = tl.trans(_tile(state + P + H * D + H, u, h, V, H))
-            pushed = _product(query, moved, pushed, DTYPE, PRECISION)
+            pushed = _product(query, moved, pushed, PRECISION)
     at = H * D + H + V * H
     total = own + _vector(state + at, u, V)[None, :]
     if SHIFT >= 0:
@@ -227,5 +222,5 @@ def _answers(
         weights = tl.where(t[None, :] < length, weights, 0.0) * (seen + 1)
         error = _tile(e + first * V, t, u, length, V)
         total = beta * total + push * (pushed + _vector(state + P + at, u, V)[None, :])
-        total -= _product(weights, error, tl.zeros((BT, BV), tl.float32), DTYPE, PRECISION)
+        total -= _product(weights, error, tl.zeros((BT, BV), tl.float32), PRECISION)
     _matrix(o + first * V, total, t, u, length, V)

@@ -29,9 +29,22 @@ def _vector(pointer, i, SIZE):
 
 
 @triton.jit
-def _product(a, b, total, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """total + a b, operands rounded to the tokens' dtype, summed in float32."""
-    return tl.dot(a.to(DTYPE), b.to(DTYPE), total, input_precision=PRECISION)
+def _product(a, b, total, PRECISION: tl.constexpr):
+    """total + a b. "bf16x3" takes the first 16 bits of each operand, "bf16x6" all 24: sums of bfloat16
+    products, those of small parts first. A tensor core rounds sums towards zero, so `total` stays outside."""
+    if PRECISION == "bf16x3" or PRECISION == "bf16x6":
+        a_1, b_1 = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        a, b = a - a_1.to(tl.float32), b - b_1.to(tl.float32)
+        a_2, b_2 = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        found = tl.zeros(total.shape, tl.float32)
+        if PRECISION == "bf16x6":
+            found = tl.dot((a - a_2.to(tl.float32)).to(tl.bfloat16), b_1)
+            found = tl.dot(a_1, (b - b_2.to(tl.float32)).to(tl.bfloat16), found)
+            found = tl.dot(a_2, b_2, found)
+        found = tl.dot(a_2, b_1, found)
+        found = tl.dot(a_1, b_2, found)
+        return total + tl.dot(a_1, b_1, found)
+    return total + tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
