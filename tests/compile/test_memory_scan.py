@@ -18,8 +18,9 @@ SPILLS = {
     "_to_states": 168,
 }
 TOKENS = {"q", "k", "v", "do", "o", "dq", "dk", "dv"}
-CHUNKS = ["_hidden", "_errors", "_learn", "_query_hidden", "_answers", "_from_answers", "_to_tokens",
-          "_to_slopes", "_to_errors", "_to_states", "_to_keys"]  # fmt: skip
+CHUNKS = ["_errors", "_learn", "_query_hidden", "_answers", "_from_answers", "_to_tokens", "_to_states",
+          "_to_errors"]  # fmt: skip
+SUMS = ("_errors", "_to_errors")
 
 
 def compiled(name, target, *, chunk=64, D=64, H=256, dtype=torch.bfloat16, tiling=None, shift=1):
@@ -27,9 +28,9 @@ def compiled(name, target, *, chunk=64, D=64, H=256, dtype=torch.bfloat16, tilin
         getattr(room, name) for room in (forward, backward_queries, backward_keys) if hasattr(room, name)
     )
     tiling = tiling or tilings(H)[0]
-    narrow = min(64, max(16, 1 << (D - 1).bit_length()))
+    narrow = min(tiling.width, max(16, 1 << (D - 1).bit_length()))
     constants = {
-        "CHUNK": chunk, "D": D, "H": H, "V": D, "SHIFT": shift, "QUERIED": shift >= 0,
+        "CHUNK": chunk, "D": D, "H": H, "V": D, "SHIFT": shift, "BE": 16, "PARTS": -(-H // tiling.hidden),
         "BT": max(16, 1 << (chunk - 1).bit_length()), "BD": narrow, "BV": narrow, "BH": tiling.hidden,
         "PRECISION": "ieee" if not target.startswith("sm") else "tf32x3" if dtype == torch.float32 else "bf16x3",
     }  # fmt: skip
@@ -59,7 +60,7 @@ def test_chunks_of_16_stay_in_registers(name, target):
     assert built.shared <= SHARED_LIMIT[target]
 
 
-@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize("name", [name for name in CHUNKS if name not in SUMS])
 def test_products_are_the_tensor_cores(name):
     assert re.search(r"wgmma|mma\.sync", compiled(name, "sm_90").assembly)
 

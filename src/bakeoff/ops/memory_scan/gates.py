@@ -28,7 +28,8 @@ def tables_backward(
     lr: torch.Tensor,
     decay: torch.Tensor,
     forget: torch.Tensor,
-    dgates: torch.Tensor,
+    dread: torch.Tensor,
+    dwritten: torch.Tensor,
     dweights: torch.Tensor,
     dlast: torch.Tensor,
     shift: int,
@@ -37,13 +38,14 @@ def tables_backward(
     dforget: torch.Tensor,
 ) -> None:
     """Fills the gates' gradients. Given are those of the tables, in parts that are summed over dimension 2:
-    dgates [G, chunks, parts, 4, b] of beta and f where they are read, of G's last row and of n; dweights
-    [G, chunks, b, b] of G where it is read; dlast [G, chunks, parts, 3] of beta_b, f_b and m."""
-    _, chunks, _, _, b = dgates.shape
+    dread [G, chunks, parts, 2, b] of beta and f where they are read; dwritten, alike, of G's last row and of
+    n; dweights [G, chunks, b, b] of G where it is read; dlast [G, chunks, parts, 3] of beta_b, f_b and m."""
+    _, chunks, _, _, b = dwritten.shape
     T = lr.shape[1]
     kept, pushed, rates = _factors(lr, decay, forget, chunks, b)
     learned = F.pad((pushed * rates[..., None, :])[..., 1:, :], (0, 0, 1, 0))
-    read_beta, read_push, ends, momenta = dgates.sum(2).unbind(2)
+    read_beta, read_push = dread.sum(2).unbind(2)
+    ends, momenta = dwritten.sum(2).unbind(2)
     of_beta, of_push, of_kept = dlast.sum(2).unbind(-1)
     dbeta, dwhole = torch.zeros_like(kept[..., 0]), torch.zeros_like(kept)
     if shift >= 0:

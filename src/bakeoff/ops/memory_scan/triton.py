@@ -15,15 +15,16 @@ from bakeoff.ops.memory_scan.kernels import Tiling, backward_keys, backward_quer
 __all__ = ["memory_scan"]
 
 _pack, _unpack = TritonKernel(tiles._pack), TritonKernel(tiles._unpack)
-_hidden, _errors, _learn = (TritonKernel(k) for k in (forward._hidden, forward._errors, forward._learn))
+_errors, _learn = TritonKernel(forward._errors), TritonKernel(forward._learn)
 _query_hidden, _answers = TritonKernel(forward._query_hidden), TritonKernel(forward._answers)
 _from_answers = TritonKernel(backward_queries._from_answers)
 _to_tokens = TritonKernel(backward_queries._to_tokens)
-_to_slopes, _to_errors = TritonKernel(backward_keys._to_slopes), TritonKernel(backward_keys._to_errors)
-_to_states, _to_keys = TritonKernel(backward_keys._to_states), TritonKernel(backward_keys._to_keys)
+_to_states, _to_errors = TritonKernel(backward_keys._to_states), TritonKernel(backward_keys._to_errors)
 
 _SHIFTS = {"after": 1, "before": 0, "chunk": -1}
 _BLOCK = 1024
+_SUMS = 16
+"""Columns a program that sums what others left in parts."""
 
 
 class _Sizes:
@@ -40,11 +41,13 @@ class _Sizes:
         self.shift = _SHIFTS[read]
         self.BH = tiling.hidden
         self.hidden = -(-self.H // self.BH)
-        self.BD, self.BV = (min(64, _power(size)) for size in (self.D, self.V))
+        self.BD, self.BV = (min(tiling.width, _power(size)) for size in (self.D, self.V))
         self.inputs, self.outputs = -(-self.D // self.BD), -(-self.V // self.BV)
+        self.sums_in, self.sums_out = -(-self.D // _SUMS), -(-self.V // _SUMS)
         self.all = {"CHUNK": self.chunk, "D": self.D, "H": self.H, "V": self.V, "BT": _power(self.chunk),
                     "BH": self.BH, "PRECISION": _precision(q), "num_warps":
-                    tiling.warps, "num_stages": tiling.stages, "T": self.T, "C": self.C}  # fmt: skip
+                    tiling.warps, "num_stages": tiling.stages, "T": self.T, "C": self.C, "BD": self.BD, "BV":
+                    self.BV, "BE": _SUMS, "PARTS": self.hidden, "SHIFT": self.shift}  # fmt: skip
 
     def kept(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what the forward leaves for the backward: the states at chunks' starts and
@@ -111,29 +114,24 @@ def _fill(
     old = tuple(plan.contiguous(part) for part in old)  # type: ignore[assignment]
     plan.run(gate_tables.tables, lr, decay, forget, gates)
     _move(plan, _pack, old, states, sizes)
-    shared = {"states": states, "z": z, **sizes.all}
-    inputs, outputs, both = {"BD": sizes.BD}, {"BV": sizes.BV}, {"BD": sizes.BD, "BV": sizes.BV}
-    for c in range(sizes.C):
-        plan.launch(_hidden, (sizes.G, sizes.hidden), k=k, c=c, **shared, **inputs)
-        plan.launch(_errors, (sizes.G, sizes.outputs), v=v, e=e, c=c, **shared, **outputs)
-        plan.launch(_learn, (sizes.G, sizes.hidden, 2), k=k, gates=gates, e=e, a=a, c=c, **shared, **both)
-    every = sizes.G * sizes.C
-    plan.launch(
-        _query_hidden,
-        (every, sizes.hidden),
-        q=q,
-        k=k,
-        gates=gates,
-        a=a,
-        zq=zq,
-        SHIFT=sizes.shift,
-        **shared,
-        **inputs,
-    )
-    plan.launch(
-        _answers, (every, sizes.outputs), gates=gates, e=e, zq=zq, o=o, SHIFT=sizes.shift, **shared, **outputs
-    )
-    _move(plan, _unpack, new, states, sizes, sizes.C)
+    G, C = sizes.G, sizes.C
+    shared = {"q": q, "k": k, "v": v, "states": states, "gates": gates, "z": z, "a": a, "zq": zq, "e": e, "o": o,
+              "parts": plan.empty((G, sizes.hidden, sizes.chunk, sizes.V), torch.float32), **sizes.all}  # fmt: skip
+    for c in range(-1, C):
+        if c >= 0:
+            _launch(plan, _errors, (G, sizes.sums_out), shared, c=c)
+        _launch(plan, _learn, (G, sizes.hidden), shared, c=c)
+    _launch(plan, _query_hidden, (G * C, sizes.hidden), shared)
+    _launch(plan, _answers, (G * C, sizes.outputs), shared)
+    _move(plan, _unpack, new, states, sizes, C)
+
+
+def _launch(
+    plan: Plan, kernel: TritonKernel, grid: tuple[int, ...], shared: dict[str, Any], **more: Any
+) -> None:
+    """Launch a kernel on what it takes of all these."""
+    names = {*kernel.runtime, *kernel.constexprs, "num_warps", "num_stages"}
+    plan.launch(kernel, grid, **{name: x for name, x in (shared | more).items() if name in names})
 
 
 def _move(
@@ -187,50 +185,34 @@ def _fill_gradients(
     )  # fmt: skip
     dq, dk, dv = room(dq, q.shape, q.dtype), room(dk, q.shape, q.dtype), room(dv, v.shape, q.dtype)
     rates = [room(x, lr.shape) for x in (dlr, ddecay, dforget)]
-    dzq, df, dh, dz = (plan.empty((G, T, H), torch.float32) for _ in range(4))
-    de, dk_queries = plan.empty((G, T, V), torch.float32), plan.empty((G, T, D), torch.float32)
-    dgates = plan.empty((G, C, s.hidden, 4, b), torch.float32)
-    dlast = plan.empty((G, C, 2 * s.hidden, 3), torch.float32)
+    dzq, df, dh = (plan.empty((G, T, H), torch.float32) for _ in range(3))
+    de, de_queries = (plan.empty((G, T, V), torch.float32) for _ in range(2))
+    dk_queries = plan.empty((G, T, D), torch.float32)
+    dread = plan.empty((G, C, s.hidden, 2, b), torch.float32)
+    dwritten = plan.empty((G, C, s.hidden + s.sums_out, 2, b), torch.float32)
+    dlast = plan.empty((G, C, s.hidden + s.sums_out, 3), torch.float32)
     dweights = plan.empty((G, C, b, b), torch.float32)
     sides = [plan.empty((G, 2 * s.P), torch.float32) for _ in range(2)]
+    back = plan.empty((2, G, 2, b, H), torch.float32)
+    dk_parts = plan.empty((G, s.hidden, b, D), torch.float32)
+    de_parts = plan.empty((G, s.hidden, b, V), torch.float32)
 
-    shared = {"gates": gates, "z": z, **s.all}
-    saved = {"states": states, "a": a, "e": e, "zq": zq}
-    inputs, outputs, both = {"BD": s.BD}, {"BV": s.BV}, {"BD": s.BD, "BV": s.BV}
-    queries = {"q": q, "k": k, "do": do, "dzq": dzq, "SHIFT": s.shift, **saved, **shared, **both}
-    plan.launch(_from_answers, (G * C, s.hidden), df=df, dh=dh, dgates=dgates, **queries)
-    plan.launch(
-        _to_tokens,
-        (G * C, max(s.inputs, s.outputs)),
-        de=de,
-        dq=dq,
-        dk=dk_queries,
-        dweights=dweights,
-        **queries,
-    )
+    shared = {"q": q, "k": k, "do": do, "states": states, "gates": gates, "z": z, "a": a, "zq": zq, "e": e,
+              "dq": dq, "dk": dk, "dv": dv, "dzq": dzq, "df": df, "dh": dh, "de": de, "back": back,
+              "de_queries": de_queries, "dk_queries": dk_queries, "de_parts": de_parts, "dk_parts": dk_parts,
+              "dread": dread, "dwritten": dwritten, "dlast": dlast, "dweights": dweights, **s.all}  # fmt: skip
+    _launch(plan, _from_answers, (G * C, s.hidden), shared)
+    _launch(plan, _to_tokens, (G * C, max(s.inputs, s.outputs)), shared)
     _move(plan, _pack, after, sides[0], s)
-    queried = {"QUERIED": s.shift >= 0}
-    for c in range(C - 1, -1, -1):
+    for c in range(C, -1, -1):
         coming, going = sides
-        plan.launch(
-            _to_slopes, (G, s.hidden), k=k, a=a, e=e, coming=coming, df=df, dh=dh, dgates=dgates, c=c,
-            **shared, **both, **queried,
-        )  # fmt: skip
-        plan.launch(
-            _to_errors, (G, s.outputs), states=states, coming=coming, df=df, de=de, dv=dv, c=c,
-            **shared, **outputs, **queried,
-        )  # fmt: skip
-        plan.launch(
-            _to_states, (G, s.hidden, 2), coming=coming, going=going, df=df, dh=dh, de=de, dz=dz, dlast=dlast,
-            c=c, **queries,
-        )  # fmt: skip
-        plan.launch(
-            _to_keys, (G, s.inputs), states=states, a=a, coming=coming, dz=dz, dk_queries=dk_queries, dk=dk,
-            c=c, **shared, **inputs, **queried,
-        )  # fmt: skip
+        _launch(plan, _to_states, (G, s.hidden), shared, coming=coming, going=going, c=c)
+        _launch(plan, _to_errors, (G, s.sums_out + s.sums_in), shared, coming=going, going=coming, c=c)
         sides = [going, coming]
     _move(plan, _unpack, before, sides[0], s)
-    plan.run(gate_tables.tables_backward, lr, decay, forget, dgates, dweights, dlast, s.shift, *rates)
+    plan.run(
+        gate_tables.tables_backward, lr, decay, forget, dread, dwritten, dweights, dlast, s.shift, *rates
+    )
 
 
 def _of(case: Any) -> list[Tiling]:

@@ -13,15 +13,16 @@ __all__ = ["Tiling", "tilings"]
 
 
 class Tiling(NamedTuple):
-    """Hidden units a program, and how it runs."""
+    """Hidden units a program, inputs or outputs a step of its loops, and how it runs."""
 
     hidden: int
+    width: int
     warps: int
     stages: int
 
 
 def tilings(hidden: int) -> list[Tiling]:
-    """The default, then others. Always four warps: with eight, Triton 3.6 lays a product of 64 rows out over
-    128 (`warpsPerCTA = [8, 1]`), and wgmma reads past its operand."""
-    wide = min(32, max(16, 1 << (hidden - 1).bit_length()))
-    return [Tiling(wide, 4, 1), Tiling(wide, 4, 2)]
+    """The default, then others. Always two warps, so that products are mma.sync: with wgmma, which takes four
+    warps and 64 rows, Triton 3.6 builds kernels here that read illegal addresses."""
+    narrow, wide = Tiling(16, 32, 2, 1), Tiling(32, 32, 2, 1)
+    return [narrow, wide] if hidden > 16 else [narrow]

@@ -14,7 +14,7 @@ __all__ = ["_from_answers", "_to_tokens"]
 
 @triton.jit(do_not_specialize=["T", "C"])
 def _from_answers(
-    q, k, do, states, gates, z, a, e, zq, dzq, df, dh, dgates, T: tl.int64, C: tl.int64,
+    q, k, do, states, gates, z, a, e, zq, dzq, df, dh, dread, T: tl.int64, C: tl.int64,
     CHUNK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, SHIFT: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -76,14 +76,14 @@ def _from_answers(
                 answered = _tile(do + first * V, t, u, length, V)
                 from_beta += tl.sum(answered * _vector(state + bias, u, V)[None, :], 1)
                 from_push += tl.sum(answered * _vector(state + P + bias, u, V)[None, :], 1)
-        part = dgates + ((g * C + c) * tl.num_programs(1) + tl.program_id(1)) * 4 * CHUNK + t
+        part = dread + ((g * C + c) * tl.num_programs(1) + tl.program_id(1)) * 2 * CHUNK + t
         tl.store(part, from_beta, mask=t < CHUNK)
         tl.store(part + CHUNK, from_push, mask=t < CHUNK)
 
 
 @triton.jit(do_not_specialize=["T", "C"])
 def _to_tokens(
-    q, k, do, states, gates, z, a, e, zq, dzq, de, dq, dk, dweights, T: tl.int64, C: tl.int64,
+    q, k, do, states, gates, z, a, e, zq, dzq, de_queries, dq, dk_queries, dweights, T: tl.int64, C: tl.int64,
     CHUNK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, SHIFT: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -124,11 +124,11 @@ def _to_tokens(
         into = _product(back, key, beta * own + push * pushed, PRECISION)
         _matrix(dq + first * D, into, t, own_d, length, D)
         none = tl.zeros((BT, BD), tl.float32)
-        _matrix(dk + first * D, _product(tl.trans(back), asked, none, PRECISION), t, own_d, length, D)
+        _matrix(dk_queries + first * D, _product(tl.trans(back), asked, none, PRECISION), t, own_d, length, D)
         answered = _tile(do + first * V, t, own_u, length, V)
         into = tl.trans(weights * (hidden_seen + 1))
         none = tl.zeros((BT, BV), tl.float32)
-        _matrix(de + first * V, -_product(into, answered, none, PRECISION), t, own_u, length, V)
+        _matrix(de_queries + first * V, -_product(into, answered, none, PRECISION), t, own_u, length, V)
         if tl.program_id(1) == 0:
             seen, errors = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
             for start in range(0, D, BD):

@@ -4,7 +4,19 @@ states."""
 import triton
 import triton.language as tl
 
-__all__ = ["_matrix", "_pack", "_product", "_slope", "_tile", "_unpack", "_vector"]
+__all__ = [
+    "_length",
+    "_matrix",
+    "_pack",
+    "_product",
+    "_read_weights",
+    "_slope",
+    "_sum_of_parts",
+    "_tile",
+    "_unpack",
+    "_vector",
+    "_write_weights",
+]
 
 
 @triton.jit
@@ -53,6 +65,50 @@ def _slope(z):
     gate = tl.sigmoid(z)
     rest = 1 - gate
     return z * gate, gate * (1 + z * rest), gate * rest * (2 + z * (1 - 2 * gate))
+
+
+@triton.jit
+def _length(T, c, CHUNK: tl.constexpr):
+    """How many tokens chunk c has; 0 before the first and behind the last."""
+    return tl.where(c < 0, 0, tl.maximum(tl.minimum(CHUNK, T - c * CHUNK), 0))
+
+
+@triton.jit
+def _write_weights(table, t, length, CHUNK: tl.constexpr):
+    """What a chunk of `length` tokens makes of the state: beta, f and m, then of each token's gradient in
+    memory and in momentum, [BT, 1]."""
+    W: tl.constexpr = CHUNK + 2
+    some = length > 0
+    beta = tl.load(table + length * W, mask=some, other=1.0)
+    pushed = tl.load(table + length * W + 1, mask=some, other=0.0)
+    kept = tl.load(table + (CHUNK + 1) * W + 1, mask=some, other=1.0)
+    into_memory = tl.load(table + length * W + 2 + t, mask=t < length, other=0.0)[:, None]
+    into_momentum = tl.load(table + (CHUNK + 1) * W + 2 + t, mask=t < length, other=0.0)[:, None]
+    return beta, pushed, kept, into_memory, into_momentum
+
+
+@triton.jit
+def _read_weights(table, t, length, CHUNK: tl.constexpr, SHIFT: tl.constexpr, BT: tl.constexpr):
+    """How much of memory and of momentum each query saw, [BT, 1]."""
+    W: tl.constexpr = CHUNK + 2
+    own, push = (t[:, None] < length).to(tl.float32), tl.zeros((BT, 1), tl.float32)
+    if SHIFT >= 0:
+        row = (t + SHIFT) * W
+        own = tl.load(table + row, mask=t < length, other=0.0)[:, None]
+        push = tl.load(table + row + 1, mask=t < length, other=0.0)[:, None]
+    return own, push
+
+
+@triton.jit
+def _sum_of_parts(parts, PARTS: tl.constexpr, ROWS: tl.constexpr, rows, columns, LENGTH, COLUMNS):
+    """The sum of PARTS matrices of ROWS rows, of which LENGTH count; eight are on their way at once."""
+    total = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
+    for start in range(0, PARTS, 8):
+        for i in tl.static_range(8):
+            part = start + i
+            length = tl.where(part < PARTS, LENGTH, 0)
+            total += _tile(parts + part * ROWS * COLUMNS, rows, columns, length, COLUMNS)
+    return total
 
 
 @triton.jit(do_not_specialize=["packed_g", "at"])
