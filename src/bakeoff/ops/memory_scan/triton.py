@@ -115,8 +115,9 @@ def _fill(
     plan.run(gate_tables.tables, lr, decay, forget, gates)
     _move(plan, _pack, old, states, sizes)
     G, C = sizes.G, sizes.C
-    shared = {"q": q, "k": k, "v": v, "states": states, "gates": gates, "z": z, "a": a, "zq": zq, "e": e, "o": o,
-              "parts": plan.empty((G, sizes.hidden, sizes.chunk, sizes.V), torch.float32), **sizes.all}  # fmt: skip
+    parts = plan.empty((G, sizes.hidden, sizes.chunk, sizes.V), torch.float32)
+    shared = {"q": q, "k": k, "v": v, "states": states, "gates": gates, "z": z, "a": a, "zq": zq, "e": e,
+              "o": o, "parts": parts, **sizes.all}  # fmt: skip
     for c in range(-1, C):
         if c >= 0:
             _launch(plan, _errors, (G, sizes.sums_out), shared, c=c)
@@ -200,7 +201,8 @@ def _fill_gradients(
     shared = {"q": q, "k": k, "do": do, "states": states, "gates": gates, "z": z, "a": a, "zq": zq, "e": e,
               "dq": dq, "dk": dk, "dv": dv, "dzq": dzq, "df": df, "dh": dh, "de": de, "back": back,
               "de_queries": de_queries, "dk_queries": dk_queries, "de_parts": de_parts, "dk_parts": dk_parts,
-              "dread": dread, "dwritten": dwritten, "dlast": dlast, "dweights": dweights, **s.all}  # fmt: skip
+              "dread": dread, "dwritten": dwritten, "dlast": dlast, "dweights": dweights,
+              **s.all}  # fmt: skip
     _launch(plan, _from_answers, (G * C, s.hidden), shared)
     _launch(plan, _to_tokens, (G * C, max(s.inputs, s.outputs)), shared)
     _move(plan, _pack, after, sides[0], s)
