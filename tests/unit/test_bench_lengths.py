@@ -1,10 +1,12 @@
 """Time and memory over lengths: which forms there are, what they compute, and what a file holds."""
 
+from pathlib import Path
+
 import torch
 from click.testing import CliRunner
 from torch.nn.functional import scaled_dot_product_attention
 
-from bakeoff.apps.bench import lengths
+from bakeoff.apps.bench import lengths, lengths_page
 from bakeoff.ops.dilated_attention.reference import dilated_attention
 
 
@@ -61,3 +63,16 @@ def test_there_is_nothing_to_measure_without_a_gpu(tmp_path):
     refused = CliRunner().invoke(lengths.main, ["--out", str(tmp_path / "x.csv"), "--device", "cpu"])
     assert refused.exit_code == 1
     assert "measured on a GPU" in refused.output
+
+
+def test_the_page_is_up_to_date_and_its_pictures_exist():
+    page = Path(__file__).resolve().parents[2] / "docs" / "longnet.md"
+    done = CliRunner().invoke(lengths_page.main, ["--check", str(page)])
+    assert done.exit_code == 0, done.output
+    for kind in ("time", "memory"):
+        assert (page.parent / "images" / f"h200-dilated-lengths-{kind}.svg").exists()
+    stale = lengths_page.filled(
+        "<!-- lengths: results/h200/dilated-lengths.csv -->\nold\n<!-- end -->", page.parents[1]
+    )
+    assert "old" not in stale
+    assert "| 1,048,576 |" in stale
