@@ -3,6 +3,7 @@
 import doctest
 import itertools
 import math
+import sys
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from bakeoff.ops import dilated_attention
 from bakeoff.ops.dilated_attention import OP, branches, phase_table, plain
 from bakeoff.ops.dilated_attention import op as declaration
 from bakeoff.ops.dilated_attention import reference as definition
+from bakeoff.ops.dilated_attention.backends import BACKENDS
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 from bakeoff.ops.dilated_attention.reference import pattern_of
 
@@ -198,7 +200,7 @@ def test_short_sequences(T: int) -> None:
 
 def test_compiled_code_around_the_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The formulas that torch.compile gets, with matrix products in place of a GPU's kernels."""
-    monkeypatch.setitem(plain.BACKENDS, "flash", plain.BACKENDS["math"])
+    monkeypatch.setitem(BACKENDS, "flash", BACKENDS["math"])
     for name, formula in (("_collected", "_collect"), ("_mixed", "_mix"), ("_added", "_add")):
         monkeypatch.setattr(branches, name, getattr(branches, formula))
     inputs = tuple(x.detach().float().requires_grad_() for x in drawn(32, B=2))
@@ -310,8 +312,6 @@ def plain_pairs(pattern: Any, t: Tensor, causal: bool) -> int:
 
 
 def test_examples() -> None:
-    import sys
-
     module = sys.modules["bakeoff.ops.dilated_attention"]
     assert doctest.testmod(module).failed == 0
 

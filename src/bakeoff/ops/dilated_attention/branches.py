@@ -15,12 +15,23 @@ from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from bakeoff.ops.dilated_attention import plain
-from bakeoff.ops.dilated_attention.plain import BACKENDS
+from bakeoff.ops.dilated_attention.backends import BACKENDS
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.compiled import compiled, compiler_missing
 
-__all__ = ["cudnn", "efficient", "even", "flash", "flex", "flex_supports", "supports"]
+__all__ = [
+    "cudnn",
+    "efficient",
+    "even",
+    "flash",
+    "flash_attn_2",
+    "flash_attn_3",
+    "flash_attn_4",
+    "flex",
+    "flex_supports",
+    "supports",
+]
 
 
 def even(pattern: Pattern, T: int) -> bool:
@@ -159,6 +170,7 @@ def _candidate(name: str) -> Callable[..., Any]:
 
 
 flash, cudnn, efficient = _candidate("flash"), _candidate("cudnn"), _candidate("efficient")
+flash_attn_2, flash_attn_3, flash_attn_4 = (_candidate(f"flash_attn_{version}") for version in (2, 3, 4))
 
 
 def _flexible(
@@ -213,7 +225,7 @@ def supports(case: Case, name: str) -> str | None:
     half = dtype in (torch.float16, torch.bfloat16)
     if not half and (name != "efficient" or dtype != torch.float32):
         return f"takes float16 and bfloat16, not {dtype}"
-    limit = {"flash": 256, "cudnn": 128, "efficient": 1 << 16}[name]
+    limit = {"cudnn": 128, "efficient": 1 << 16, "flash_attn_4": 128}.get(name, 256)
     step = 8 if half else 4
     if limit < D or D % step:
         return f"takes heads up to {limit} wide, in steps of {step}, not {D}"

@@ -280,6 +280,18 @@ def _cuda() -> Implementation:
     return cuda
 
 
+def _flash_attn(name: str, call: Implementation, *packages: str) -> Candidate:
+    """Branches by one of the flash-attn packages, whose gradient of q is added up in any order."""
+    return Candidate(
+        name,
+        call,
+        supports=partial(branches.supports, name=name),
+        requires=packages,
+        deterministic=False,
+        min_capability=(8, 0) if name.endswith("2") else (9, 0),
+    )
+
+
 OP = Op(
     name=_OP,
     reference=reference,
@@ -302,6 +314,9 @@ OP = Op(
             branches.efficient,
             supports=partial(branches.supports, name="efficient"),
         ),
+        _flash_attn("flash_attn_2", branches.flash_attn_2, "flash_attn", "flash_attn_2_cuda"),
+        _flash_attn("flash_attn_3", branches.flash_attn_3, "flash_attn_interface"),
+        _flash_attn("flash_attn_4", branches.flash_attn_4, "flash_attn.cute"),
         Candidate(
             "flex",
             branches.flex,

@@ -4,23 +4,21 @@ The exact gradient needs no gradient of a branch's lse: with the lse and the out
 its own, a branch's ordinary backward gives its share of the exact gradient.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, wraps
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from bakeoff.ops.dilated_attention.backends import BACKENDS, exact
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 
-__all__ = ["BACKENDS", "branches", "eager", "pieces"]
+__all__ = ["branches", "eager", "pieces"]
 
 _DENSE = 1 << 20  # scores up to which torch.compile gets one formula over all pairs
-_CHUNK = 1 << 26  # scores of the plain back end that exist at a time
-aten = torch.ops.aten
 
 
 class Piece(NamedTuple):
@@ -75,148 +73,6 @@ def _of_documents(w: int, r: int, phases: Sequence[int], T: int, cu: Tensor) -> 
     found = _piece(first, phases, range(len(phases)), r, -(-min(w, T) // r))
     seen = found.tokens < last[:, None, None]
     return Piece(torch.where(seen, found.tokens, T), found.heads, seen)
-
-
-# Back ends ----------------------------------------------------------------------------------------------
-
-
-class Backend(NamedTuple):
-    """Attention over rows [N, H, L, D] with its lse [N, H, L], and its backward given out and lse."""
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    """(q, k, v, causal, scale) -> out, lse"""
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """(dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv"""
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    made = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-    return made[0], made[1]
-
-
-def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    L, seed = q.shape[2], q.new_zeros(2, dtype=torch.uint64)  # dropout's, which there is none of
-    found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse, None, None, L, L, 0.0, causal, seed, seed.new_empty(0), scale=scale
-    )
-    return found
-
-
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    made = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-    return made[0], made[1].reshape(q.shape[:3])
-
-
-def _cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    L, seed = q.shape[2], q.new_zeros((), dtype=torch.int64)
-    found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse[..., None], seed, seed, None, None, None, L, L, 0.0, causal, scale=scale
-    )
-    return found
-
-
-def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    made = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-    return made[0], made[1][..., : q.shape[2]]
-
-
-def _efficient_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    # Its kernels take the output's strides to be those it was made with, [N, L, H, D], and read elsewhere
-    # otherwise; and the lse to have room up to a multiple of 32 rows.
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
-    seed = q.new_zeros((), dtype=torch.int64)
-    found = aten._scaled_dot_product_efficient_attention_backward(
-        dout, q, k, v, None, out, lse, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
-    )
-    return found[0], found[1], found[2]
-
-
-def _math(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, seen: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """By matrix products, some rows at a time; `seen` [N, H, L] says which rows there are."""
-    q, k, v = _widened(q, k, v)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
-    for n, rows in _chunks(q):
-        scores = _scores(q, k, n, rows, causal, scale, seen)
-        top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).min)
-        weights = torch.exp(scores - top)
-        total = weights.sum(-1)
-        out[n, :, rows] = weights @ v[n] / total.clamp(min=torch.finfo(q.dtype).tiny)[..., None]
-        lse[n, :, rows] = torch.log(total) + top[..., 0]
-    return out, lse
-
-
-def _math_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float,
-    seen: Tensor | None = None, dlse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v, dout = _widened(q, k, v, dout)
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # of rows that are missing: weights of 0
-    delta = (dout * out).sum(-1)
-    delta = delta if dlse is None else delta - dlse
-    for n, rows in _chunks(q):
-        scores = _scores(q, k, n, rows, causal, scale, seen)
-        weights = torch.exp(scores - lse[n, :, rows, None])
-        dv[n] += weights.mT @ dout[n, :, rows]
-        slope = weights * (dout[n, :, rows] @ v[n].mT - delta[n, :, rows, None]) * scale
-        dq[n, :, rows] = slope @ k[n]
-        dk[n] += slope.mT @ q[n, :, rows]
-    return dq, dk, dv
-
-
-def _scores(
-    q: Tensor, k: Tensor, n: slice, rows: slice, causal: bool, scale: float, seen: Tensor | None
-) -> Tensor:
-    scores = q[n, :, rows] @ k[n].mT * scale
-    if causal:
-        place = torch.arange(k.shape[2], device=q.device)
-        scores = scores.masked_fill(place > place[rows, None], -torch.inf)
-    if seen is not None:
-        scores = scores.masked_fill(~(seen[n, :, rows, None] & seen[n, :, None, :]), -torch.inf)
-    return scores
-
-
-def _chunks(q: Tensor) -> Iterator[tuple[slice, slice]]:
-    N, H, L, _ = q.shape
-    rows = max(1, min(L, _CHUNK // max(1, H * L)))
-    items = max(1, _CHUNK // max(1, H * L * rows))
-    for n in range(0, N, items):
-        for row in range(0, L, rows):
-            yield slice(n, n + items), slice(row, row + rows)
-
-
-def _widened(*tensors: Tensor) -> list[Tensor]:
-    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
-
-
-def _exact(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of q and more, with products in the dtypes it names: autocast would round its scores."""
-
-    @wraps(function)
-    def run(q: Tensor, *rest: Any, **named: Any) -> Any:
-        if q.is_meta or not torch.is_autocast_enabled(q.device.type):
-            return function(q, *rest, **named)
-        with torch.autocast(q.device.type, enabled=False):
-            return function(q, *rest, **named)
-
-    return run
-
-
-BACKENDS = {
-    "flash": Backend(_flash, _flash_backward),
-    "cudnn": Backend(_cudnn, _cudnn_backward),
-    "efficient": Backend(_efficient, _efficient_backward),
-    "math": Backend(_exact(_math), _exact(_math_backward)),
-}
 
 
 def preferred(q: Tensor, cu_seqlens: Tensor | None, lse_gradient: bool) -> str:
@@ -376,7 +232,7 @@ def eager(
     args = (q, k, v, segments, rates, causal, phase, combine_grad, cu_seqlens, scale, return_lse)
     watched = torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active()
     if watched or (is_compiling() and q.shape[0] * q.shape[2] * q.shape[1] ** 2 <= _DENSE):
-        return _exact(reference)(*args)
+        return exact(reference)(*args)
     return branches("", *args)
 
 

@@ -1,0 +1,108 @@
+"""dilated_attention by the flash-attn packages, with stand-ins for these: what they are given, and get."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bakeoff.ops.dilated_attention import OP, plain
+from bakeoff.ops.dilated_attention.backends import BACKENDS
+from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
+
+# Functions with the packages' signatures, over [N, L, H, D], computed by matrix products.
+
+
+def turned(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, ...]:
+    out, lse = BACKENDS["math"].forward(*turned(q, k, v), causal, scale)
+    return out.transpose(1, 2).contiguous(), lse
+
+
+def forward_2(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float, causal: bool, *rest: Any) -> Any:
+    assert (dropout, *rest) == (
+        0.0,
+        -1,
+        -1,
+        0.0,
+        None,
+        False,
+    )  # windows, softcap, slopes, no probabilities
+    return *forward(q, k, v, scale, causal), None, None
+
+
+def backward_2(*args: Any) -> None:
+    *tensors, dq, dk, dv, dropout, scale, causal, left, right, softcap, slopes, deterministic = args
+    assert (dropout, left, right, softcap, slopes, deterministic) == (0.0, -1, -1, 0.0, None, False)
+    write(tensors, (dq, dk, dv), scale, causal)
+
+
+def forward_3(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> Any:
+    return *forward(q, k, v, softmax_scale, causal), None, None
+
+
+def backward_3(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: None, cu_k: None, used_q: None,
+    used_k: None, max_q: None, max_k: None, dq: Any, dk: Any, dv: Any, scale: float, causal: bool,
+) -> None:  # fmt: skip
+    assert {cu_q, cu_k, used_q, used_k, max_q, max_k} == {None}
+    write([dout, q, k, v, out, lse], (dq, dk, dv), scale, causal)
+
+
+def forward_4(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, return_lse: bool
+) -> Any:
+    assert return_lse
+    return forward(q, k, v, softmax_scale, causal)
+
+
+def backward_4(
+    q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, softmax_scale: float, causal: bool
+) -> Any:
+    slopes = tuple(torch.empty(x.shape) for x in (q, k, v))
+    write([dout, q, k, v, out, lse], slopes, softmax_scale, causal)
+    return slopes
+
+
+def write(tensors: Any, into: Any, scale: float, causal: bool) -> None:
+    *dense, lse = tensors
+    for to, x in zip(into, BACKENDS["math"].backward(*turned(*dense), lse, causal, scale), strict=True):
+        assert to.is_contiguous()
+        to.copy_(x.transpose(1, 2))
+
+
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_flash_attn_packages_are_given_what_they_take(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
+    module = types.ModuleType(places[version])
+    if version == 4:
+        vars(module).update(_flash_attn_fwd=forward_4, _flash_attn_bwd=backward_4)
+    else:
+        pair = (forward_2, backward_2) if version == 2 else (forward_3, backward_3)
+        vars(module).update(_flash_attn_forward=pair[0], _flash_attn_backward=pair[1])
+    for place in range(1, len(module.__name__.split("."))):
+        parent = ".".join(module.__name__.split(".")[:place])
+        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    inputs = [torch.randn(2, 96, h, 8, requires_grad=True) for h in (4, 2, 2)]
+    args = ((32, 96), (1, 3), True)
+    want = reference(*inputs, *args)
+    y = plain.branches(
+        f"flash_attn_{version}", *inputs, "32,96", "1,3", True, "mod", "exact", None, None, False
+    )
+    torch.testing.assert_close(y, want)
+    dy = torch.randn_like(y)
+    for got, right in zip(*(torch.autograd.grad(out, inputs, dy) for out in (y, want)), strict=True):
+        torch.testing.assert_close(got, right)
+
+
+def test_packages_that_are_not_there_are_absent_with_the_reason() -> None:
+    for name in ("flash_attn_2", "flash_attn_3", "flash_attn_4"):
+        candidate = OP.candidate(name)
+        assert candidate.absent is None or "flash_attn" in candidate.absent
+        assert candidate.third_party
