@@ -316,7 +316,7 @@ OP = Op(
         ),
         _flash_attn("flash_attn_2", branches.flash_attn_2, "flash_attn", "flash_attn_2_cuda"),
         _flash_attn("flash_attn_3", branches.flash_attn_3, "flash_attn_interface"),
-        _flash_attn("flash_attn_4", branches.flash_attn_4, "flash_attn.cute"),
+        _flash_attn("flash_attn_4", branches.flash_attn_4, "flash_attn", "cutlass"),
         Candidate(
             "flex",
             branches.flex,
