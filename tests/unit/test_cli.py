@@ -266,6 +266,24 @@ def test_train_resume_generate(tmp_path: Path, text: Path) -> None:
         assert likeliest == ok("generate", out, "--device", "cpu", *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["train", "llm-med-tiny", "--steps", "5"],
+            "No such option: --steps. Settings are written KEY=VALUE: train.steps=5",
+        ),
+        (["train", "--batch-size=8"], "KEY=VALUE: train.batch_size=8"),
+        (["tune", "--lr"], "KEY=VALUE: optim.lr=..."),
+        (["train", "--no-such"], "No such option"),
+    ],
+)
+def test_a_setting_given_as_an_option_is_answered_with_how_it_is_written(words: list[str], said: str) -> None:
+    done = cli(*words)
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
 def test_brackets_in_a_path_are_part_of_it(text: Path) -> None:
     said = ok("train", *UNTUNED, "--data", text.rename("[red]b.txt"), "--out", "a[/b] [small]")
     assert "run: a[/b] [small]" in said

@@ -4,15 +4,19 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 import bakeoff
+from bakeoff.apps.cli import demo as demo_module
 from bakeoff.apps.cli import main
 from bakeoff.apps.cli.demo import GPU_BYTES_PER_S, demo_configs
 from bakeoff.apps.cli.training import program
@@ -157,13 +161,45 @@ def test_it_trains_both_and_shows_what_came_of_it(text: Path, monkeypatch: pytes
     out = done.stdout
     assert "The contests of one step of llm-med-tiny: none begins after 4 s" in out
     assert "1 contest held in 10 s, preparation included" in out
-    assert "3. Training llm-med-tiny on a[/b].txt for 4 s" in out
+    assert "3. Training llm-med-tiny on a[/b].txt for 4 s of a processor" in out
     lines = out[out.index("4. What came of it") :].splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["model", "byte-spectral-tiny", "llm-med-tiny"]
     assert "…" not in out
     assert "go on               bin/bakeoff generate 'my demo/llm-med-tiny' --prompt 'class '" in lines
     assert "compare             bin/bakeoff compare" in lines
     assert load_run("my demo/byte-spectral-tiny")[1].recipe == "byte-spectral-tiny"
+
+
+@pytest.mark.parametrize("blank", [1, 99])
+def test_a_sample_is_drawn_again_where_it_is_blank(
+    blank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds: list[int] = []
+
+    def drawn(*_: object, seed: int, **__: object) -> list[str]:
+        seeds.append(seed)
+        return ["  \n" * 100 + "x"] if len(seeds) <= blank else ["some text, " * 27]
+
+    monkeypatch.setattr(demo_module, "continuation", drawn)
+    monkeypatch.setattr(demo_module, "load_run", lambda _: (torch.nn.Identity(), None))
+    demo_module._sample(Config(recipe="r"), SimpleNamespace(run_dir=Path()), "cpu", Console())
+    out = capsys.readouterr().out
+    assert seeds == ([0, 1] if blank == 1 else [0, 1, 2, 3])
+    assert ("some text" in out) == (blank == 1)
+    assert ("hardly more than blanks: give more --seconds" in out) == (blank == 99)
+
+
+def test_on_a_processor_time_is_its_own(text: Path, monkeypatch: pytest.MonkeyPatch, untuned: None) -> None:
+    """A machine that does other things trains as much, in more time."""
+    clocks: list[object] = []
+
+    def noted(config: Config, **options: object) -> object:
+        clocks.append(options["clock"])
+        return SimpleNamespace(checkpoint=None, stopped="SIGINT", signal="SIGINT")
+
+    monkeypatch.setattr("bakeoff.apps.cli.demo.train", noted)
+    demo("--data", text, "--out", "out")
+    assert clocks == [time.thread_time]
 
 
 @pytest.mark.usefixtures("untuned")
@@ -176,7 +212,7 @@ def test_an_interruption_says_how_to_go_on(text: Path, monkeypatch: pytest.Monke
             return float(len(ticks))
 
         ticks: list[int] = []
-        return short(config, 1000, clock=clock, **options)
+        return short(config, 1000, **{**options, "clock": clock})
 
     monkeypatch.setattr("bakeoff.apps.cli.demo.train", interrupted)
     monkeypatch.setattr(sys, "argv", ["bin/bakeoff"])

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,29 @@ def test_a_long_step_does_not_eat_the_budget(
 
     report = tune(step, 1.0)
     assert (report.measured, report.seconds) == (1, 1000)
+
+
+def test_twice_the_budget_ends_the_contests_in_hand(
+    op: Op, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those behind them are not begun."""
+    begun: list[int] = []
+
+    def hold(wanted: list[Wanted], workers: module.Workers) -> list[Outcome]:
+        begun.append(wanted[0].case.x.shape[0])
+        limit = time.monotonic() + 60
+        while not workers.workers[0].ended and time.monotonic() < limit:
+            time.sleep(0.001)
+        return [ContestError(workers.workers[0].ended)]
+
+    monkeypatch.setattr(module, "_hold", hold)
+    report = tune(lambda: (run(op, 4), run(op, 5)), 0.2)
+    assert begun == [4]
+    assert set(report.unsettled.values()) == {
+        "twice the budget of 0.2 s was spent",
+        "the budget of 0.2 s was spent",
+    }
+    assert 0.4 <= report.seconds < 30
 
 
 def test_a_contest_that_fails_is_listed_and_the_next_is_held(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:

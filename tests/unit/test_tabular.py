@@ -39,6 +39,24 @@ def test_names_stay_whole_where_text_wraps() -> None:
     assert len(lines) == 3
 
 
+def test_where_numbers_would_be_broken_each_row_is_a_block_of_lines() -> None:
+    columns = (("model", "left"), ("steps", "right"), ("bytes/s", "right"), ("why", "left"))
+    table = terminal_table(
+        columns, [("a", "1,000", "123,456", "fast"), ("b", "-", "9", "slow")], title="Runs"
+    )
+    assert len(printed(table, 27)) == 4
+    assert printed(table, 26) == [
+        "Runs",
+        "a",
+        "  steps    1,000",
+        "  bytes/s  123,456",
+        "  why      fast",
+        "b",
+        "  bytes/s  9",
+        "  why      slow",
+    ]
+
+
 def test_an_empty_table_has_its_headings() -> None:
     assert printed(terminal_table((("op", "name"),), []), 20) == ["op"]
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import signal
 import socket
@@ -166,6 +167,31 @@ def test_a_pipe_gets_lines_and_a_terminal_a_bar(tmp_path: Path, monkeypatch: pyt
         assert terminal or text.splitlines() == [line(TRAIN), line(HELD)]
     with MetricsLog(tmp_path, Config(metrics=Metrics(console=False)), Console(file=out)) as metrics:
         assert len(metrics.sinks) == 1
+
+
+@pytest.mark.parametrize(
+    ("width", "said"),
+    [
+        (60, "step 200000  2.885 bits/byte"),
+        (80, "step 200000  2.885 bits/byte  12,345 bytes/s"),
+        (140, line({**TRAIN, "step": 200_000})),
+    ],
+)
+def test_the_bar_is_one_line_however_narrow_the_terminal(
+    width: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    with MetricsLog(tmp_path, Config(), console) as metrics:
+        metrics.write({**TRAIN, "step": 200_000}, 0.5)
+    (shown,) = {
+        text.strip()
+        for text in re.split(r"[\r\n]|\x1b\[[?0-9;]*[A-Za-z]", out.getvalue())
+        if "200000" in text
+    }
+    assert shown.endswith(said)
+    assert len(shown) <= width
 
 
 def test_tensorboard_holds_the_numbers_and_the_choices(tmp_path: Path) -> None:

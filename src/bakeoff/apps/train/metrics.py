@@ -174,11 +174,16 @@ class Lines:
         """Nothing is held open."""
 
 
+_WIDE = 120  # columns of a terminal that hold the bar and a whole line
+
+
 class Bar:
     """A progress bar on a terminal, with held-out measurements as lines above it."""
 
     def __init__(self, console: Console) -> None:
-        columns = (BarColumn(24), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn())
+        self.width = console.width
+        bar = BarColumn(24 if self.width >= _WIDE else 8)
+        columns = (bar, TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn())
         self.progress = Progress(*columns, TextColumn("{task.description}"), console=console)
         self.task = self.progress.add_task("starting", total=1.0)
         self.progress.start()
@@ -187,7 +192,14 @@ class Bar:
         if row["event"] == "eval":
             self.progress.console.print(line(row), highlight=False)
         elif row["event"] == "train":
-            self.progress.update(self.task, completed=progress, description=line(row))
+            self.progress.update(self.task, completed=progress, description=self._description(row))
+
+    def _description(self, row: Row) -> str:
+        """The row in one line beside the bar, however narrow the terminal."""
+        if self.width >= _WIDE:
+            return line(row)
+        speed = f"  {row['tokens_per_s']:,.0f} bytes/s" if self.width >= 80 else ""
+        return f"step {row['step']}  {row['bits_per_byte']:.3f} bits/byte{speed}"
 
     def close(self) -> None:
         self.progress.stop()

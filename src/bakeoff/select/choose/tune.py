@@ -276,7 +276,7 @@ def _hold(wanted: Sequence[Wanted], workers: Workers) -> list[Outcome]:
     for i, outcome in round_:
         outcomes[i] = outcome
         if isinstance(outcome, ContestError):
-            log.warning("%s", outcome)
+            log.log(logging.INFO if workers.stopped else logging.WARNING, "%s", outcome)
         else:
             policy.store.add(outcome, wanted[i].case.device)
     return [outcomes[i] for i in range(len(wanted))]

@@ -52,12 +52,14 @@ class Workers:
         self.turns = _Turns(0)
         self.threads: list[threading.Thread] = []
         """Those of the round in hand."""
+        self.stopped = False
 
     def __enter__(self) -> "Workers":
         return self
 
     def stop(self, why: str) -> None:
         """Let the contests in hand, and all later ones, fail at once with this reason; from any thread."""
+        self.stopped = True
         for worker in self.workers:
             worker.stop(why)
         self.turns.stop()

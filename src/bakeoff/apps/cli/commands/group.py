@@ -2,13 +2,14 @@
 
 import errno
 import inspect
+import itertools
 import logging
 import re
 from typing import Any
 
 import click
 
-__all__ = ["Command", "Group", "log_to_stderr"]
+__all__ = ["Command", "Group", "WithSettings", "log_to_stderr"]
 
 
 class Command(click.Command):
@@ -18,6 +19,30 @@ class Command(click.Command):
         super().__init__(*args, **kwargs)
         if self.help:  # click doesn't fill a paragraph that begins with \b
             self.help = re.sub(r"\n(Examples|Start here):", "\n\b\n\\1:", inspect.cleandoc(self.help))
+
+
+class WithSettings(Command):
+    """A command that takes KEY=VALUE, and says so where a setting was given as an option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from bakeoff.apps.train.config.keys import named
+
+            option, _, value = error.option_name.partition("=")
+            key = named(option.lstrip("-").replace("-", "_"))
+            if key is None:
+                raise
+            for word, after in itertools.zip_longest(given, given[1:], fillvalue=""):
+                if word == option:
+                    value = after
+                elif word.startswith(f"{option}="):
+                    value = word.partition("=")[2]
+            raise click.UsageError(
+                f"No such option: {option}. Settings are written KEY=VALUE: {key}={value or '...'}", ctx
+            ) from None
 
 
 class Group(Command, click.Group):

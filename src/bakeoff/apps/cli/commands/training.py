@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from bakeoff.apps.cli.commands import options
-from bakeoff.apps.cli.commands.group import Command
+from bakeoff.apps.cli.commands.group import Command, WithSettings
 from bakeoff.apps.cli.commands.options import FILE, Finite
 
 __all__ = ["demo", "export", "generate", "train", "tune"]
@@ -25,7 +25,8 @@ def demo(**values: Any) -> None:
     """Look at the machine, tune, train two models on real text, and compare them.
 
     Some minutes in all. Trains LLM-Med and byte-spectral, with equal parameters and for equal time: tiny ones
-    on the CPU, small ones on a GPU. Without --data the text is the Python standard library's sources on this
+    on the CPU, where seconds are those of a processor, so that a busy machine trains as much; small ones on a
+    GPU. Without --data the text is the Python standard library's sources on this
     machine.
 
     Examples:
@@ -37,7 +38,7 @@ def demo(**values: Any) -> None:
     run(**values)
 
 
-@click.command(cls=Command)
+@click.command(cls=WithSettings)
 @options.recipe_words
 @options.config
 @options.data
@@ -67,7 +68,7 @@ def train(**values: Any) -> None:
     run(**values)
 
 
-@click.command(cls=Command)
+@click.command(cls=WithSettings)
 @options.recipe_words
 @options.config
 @options.data

@@ -10,7 +10,7 @@ import msgspec
 from bakeoff.apps.train.config.sections import Config, ConfigError, Select
 from bakeoff.select import registry
 
-__all__ = ["KIND", "as_table", "key_types", "model_kinds", "section_at", "type_of", "unknown_key"]
+__all__ = ["KIND", "as_table", "key_types", "model_kinds", "named", "section_at", "type_of", "unknown_key"]
 
 KIND = "kind"
 """The key of [model] that says which model it is."""
@@ -68,6 +68,17 @@ def _sections(key_type: Any) -> list[Any]:
 
 
 _MODEL: Any = typing.get_type_hints(Config)["model"]
+
+
+def named(last: str) -> str | None:
+    """The full name of the setting whose last part is this, such as train.steps; None where there is none."""
+    names = (
+        f"{key}.{last}"
+        for key, key_type in key_types(Config).items()
+        for section in _sections(key_type)
+        if last in key_types(section)
+    )
+    return next(names, None)
 
 
 def _suggestion(name: str) -> str:
