@@ -48,6 +48,9 @@ class FakeWorker:
         type(self).thorough.append(thorough)
         return [self.answer(op, case, regime) for regime in regimes]
 
+    def stop(self, why: str) -> None:
+        """Nothing to end."""
+
     def close(self) -> None:
         """Nothing to end."""
 

@@ -1,5 +1,6 @@
 """`bakeoff export`: a program that runs where there is no bakeoff and gives the model's logits."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -104,6 +105,26 @@ def test_what_can_not_be_exported_is_said_first(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["export", str(tmp_path / "none")])
     assert done.exit_code == 1
     assert "none holds no checkpoint" in done.stderr
+
+
+KINDS: list[Any] = [
+    llm_med.Config(d_model=16, layers=1, heads=2, max_seq_len=16, tie=False),
+    longnet.Config(d_model=16, layers=1, heads=2, max_seq_len=16, segments=(8, 16), rates=(1, 2)),
+    *(byte_spectral.Config(d_model=16, layers=1, filter=name) for name in ("poles", "taps", "minimum_phase")),
+    byte_spectral.Config(d_model=16, layers=2, attention_every=2),
+    *(
+        titan_mac.Config(d_model=16, layers=1, heads=2, segment=8, chunk=8, variant=name)
+        for name in ("mac", "mag", "lmm")
+    ),
+]
+
+
+def test_the_page_of_names_holds_every_name_and_no_other() -> None:
+    page = Path("docs/training.md").read_text().partition("### Names in model.safetensors")[2]
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    written = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    names = {name for config in KINDS for name in build(config).state_dict()}
+    assert {re.sub(r"^blocks\.\d+", "blocks.N", name) for name in names} == written
 
 
 def test_what_a_program_takes_is_said() -> None:
