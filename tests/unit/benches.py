@@ -54,9 +54,6 @@ class FakeWorker:
     def close(self) -> None:
         """Nothing to end."""
 
-    def stop(self, why: str) -> None:
-        """Nothing to stop."""
-
     def __enter__(self) -> "FakeWorker":
         return self
 

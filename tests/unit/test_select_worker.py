@@ -83,6 +83,19 @@ def test_a_hang_is_ended_and_rejected() -> None:
         assert trial(verdict, "good").rejected is None
 
 
+def test_a_contest_that_is_stopped_ends_at_once_with_the_reason() -> None:
+    """In the middle of a candidate that would hang for long; no other process is started for the rest."""
+
+    def announce(stage: str) -> None:
+        if stage.startswith("hangs"):
+            worker.stop("enough")
+
+    with Worker(stage_limit_s=60, announce=announce) as worker:
+        for _ in range(2):
+            with pytest.raises(ContestError, match=r"^enough$"):
+                worker.contest(zoo.HANGING, zoo.case(), ("eager",), 0.01)
+
+
 def test_an_incumbent_that_crashes_ends_the_contest_with_its_reason() -> None:
     with (
         Worker() as worker,
