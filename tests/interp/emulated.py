@@ -111,13 +111,13 @@ def forget_plans():
     """What calls have recorded, on a device that may have been another."""
     for root in (direct, toeplitz, fft, spectral):
         for kernel_op in (root, *root._bound.values()):
-            for run in (kernel_op._fill, kernel_op._fill_gradients):
+            for run in kernel_op._fills:
                 run.__globals__["plans"].clear()
 
 
 def replays(kernel_op):
     """Whether what a call does is written out, forward and backward, for every kind of call seen twice."""
-    kinds = [run.__globals__["plans"].values() for run in (kernel_op._fill, kernel_op._fill_gradients)]
+    kinds = [run.__globals__["plans"].values() for run in kernel_op._fills]
     return [all(plan is not _unrecordable for plan in plans) and any(plans) for plans in kinds]
 
 

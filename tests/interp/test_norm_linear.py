@@ -1,25 +1,16 @@
-"""norm_linear's candidates with kernels under the interpreter against the float64 reference."""
+"""norm_linear's kernels under the interpreter against the float64 reference."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from bakeoff.ops.norm_linear import triton as candidates
 from bakeoff.ops.norm_linear.op import OP
 from bakeoff.ops.norm_linear.plain import eager
 from bakeoff.ops.norm_linear.reference import norm_linear as reference
+from bakeoff.ops.norm_linear.triton import separate
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
-
-SMALL = "forward(rows=16,cols=16,block=16,stages=1,warps=1)"
-"""Several tiles of y each way, several pieces of K."""
-NAMES = ("separate", "prologue", "epilogue")
-
-
-def candidate(name: str) -> Any:
-    found = getattr(candidates, name)
-    return found if name == "separate" else found.bind(SMALL)
 
 
 def arguments(
@@ -44,13 +35,13 @@ def wide(a: Any) -> Any:
     return a.detach().double().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a
 
 
-def compare(name: str, args: list[Any], dy: torch.Tensor | None = None) -> None:
+def compare(args: list[Any], dy: torch.Tensor | None = None) -> None:
     """Candidate against float64: at most twice eager's error and a rounding of the store."""
     if dy is None:
         dy = torch.randn(*args[0].shape[:-1], args[1].shape[0]).to(args[0].dtype)
     before = [a.detach().clone() for a in args if isinstance(a, torch.Tensor)]
     with Poison() as poison:
-        got = results(candidate(name), args, dy)
+        got = results(separate, args, dy)
     assert not poison.broken()
     after = [a for a in args if isinstance(a, torch.Tensor)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -63,42 +54,32 @@ def compare(name: str, args: list[Any], dy: torch.Tensor | None = None) -> None:
         assert error <= 2 * allowed + torch.finfo(mine.dtype).eps / 16 + 2.4e-7
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 11, 37), (1, 16), (50, 48)], ids=str)
-def test_matches_the_reference(shape: tuple[int, ...], dtype: torch.dtype, kind: str, name: str) -> None:
-    """The products take float16 here, and float32 as if they did: the interpreter has no bfloat16."""
-    compare(name, arguments(*shape, kind=kind, dtype=dtype))
+def test_matches_the_reference(shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
+    compare(arguments(*shape, kind=kind, dtype=dtype))
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 @pytest.mark.parametrize("without", ["bias", "gamma", "beta"])
-def test_without(without: str, kind: str, name: str) -> None:
-    compare(name, arguments(9, 37, kind=kind, **{without: False}))  # type: ignore[arg-type]
+def test_without(without: str, kind: str) -> None:
+    compare(arguments(9, 37, kind=kind, **{without: False}))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_one_gradient_alone(name: str) -> None:
+def test_one_gradient_alone() -> None:
     for wanted in range(5):
         args = arguments(9, 20)
         for i in range(5):
             args[i].requires_grad_(i == wanted)
-        compare(name, args)
+        compare(args)
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_a_large_mean_costs_no_accuracy_that_plain_pytorch_keeps(kind: str, name: str) -> None:
+def test_a_large_mean_costs_no_accuracy_that_plain_pytorch_keeps(kind: str) -> None:
     args = arguments(9, 100, kind=kind)
     args[0] = (args[0].detach() + 300).requires_grad_()
-    if name == "epilogue":  # takes the mean's part off at the end, which costs digits as the mean grows
-        args[0] = (args[0].detach() - 270).requires_grad_()
-        got, want = (fn(*a) for fn, a in ((candidate(name), args), (reference, [wide(a) for a in args])))
-        assert ((got - want).norm() / want.norm()).item() < 1e-5
-        return
-    compare(name, args)
+    compare(args)
 
 
 LAYOUTS = {
@@ -108,20 +89,18 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout: str, name: str) -> None:
+def test_layouts(layout: str) -> None:
     args = arguments(9, 20)
     args[0] = LAYOUTS[layout](args[0].detach()).requires_grad_()
-    compare(name, args, LAYOUTS[layout](torch.randn(9, 21)))
+    compare(args, LAYOUTS[layout](torch.randn(9, 21)))
     args[1] = LAYOUTS[layout](args[1].detach()).requires_grad_()
-    compare(name, args)
+    compare(args)
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("shape", "M"), [((0, 5), 3), ((2, 0, 5), 3), ((4, 5), 0)])
-def test_empty(shape: tuple[int, ...], M: int, name: str) -> None:
-    compare(name, arguments(*shape, M=M))
+def test_empty(shape: tuple[int, ...], M: int) -> None:
+    compare(arguments(*shape, M=M))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -134,25 +113,14 @@ def test_passes_the_contest_verification() -> None:
         assert deterministic
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_scale_and_shift_of_x_change_nothing(name: str) -> None:
+def test_scale_and_shift_of_x_change_nothing() -> None:
     args = arguments(9, 40)
     args[5] = 0.0
-    y = candidate(name)(*args)
+    y = separate(*args)
     args[0] = args[0].detach() * 4 + 2
-    torch.testing.assert_close(candidate(name)(*args), y, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(separate(*args), y, rtol=2e-5, atol=2e-5)
 
 
 def test_opcheck() -> None:
     args = arguments(5, 20)
-    torch.library.opcheck(candidates.separate.traced.forward, (*args, True, ""))
-
-
-@pytest.mark.parametrize("case", OP.cases(), ids=lambda case: case.name)
-def test_products_tilings_cover_the_result_once(case: Any) -> None:
-    rows, M = case.x.numel // case.x.shape[-1], case.weight.shape[0]
-    y = torch.empty(rows, M, device="meta")
-    for tile in candidates._tilings(case):
-        (grid,), numbers = candidates._product(y, case.x.shape[-1], case.kind, {"x": 8}, tile)
-        assert grid == -(-rows // numbers["ROWS"]) * -(-M // numbers["COLS"])
-        assert min(tile.rows, tile.cols, tile.block) >= 16
+    torch.library.opcheck(separate.traced.forward, (*args, True, ""))

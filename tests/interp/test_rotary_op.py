@@ -60,7 +60,7 @@ def test_public_call_runs_triton_by_name():
     q, k = tensors(2, 3, 4, 2, 8)
     cos, sin = rotary_tables(3, 8)
     turned = rotary(q, k, cos, sin, interleaved=True, impl="triton")
-    assert turned[0].grad_fn.op is rotate
+    assert type(turned[0].grad_fn).__name__ == "rotaryBackward"
     torch.testing.assert_close(turned, rotary(q, k, cos, sin, interleaved=True, impl="eager"))
     torch.testing.assert_close(turned, rotary(q, k, cos, sin, interleaved=True))
 

@@ -83,10 +83,10 @@ def test_an_argument_has_a_gradient_only_of_results_that_depend_on_it(
 
 def test_the_dtype_of_an_argument_that_is_not_saved_tells_calls_apart() -> None:
     """float16 and bfloat16 are promoted to the same float32, which is all that is saved of either."""
-    seen = len(scaled_sum._fill_gradients.__globals__["plans"])
+    seen = len(scaled_sum._fills.backward.__globals__["plans"])
     for other in (torch.float16, torch.bfloat16, torch.float32):
         args = arguments(other)
         args[0] = args[0].to(torch.bfloat16 if other == torch.float16 else torch.float16)
         gradients = run(scaled_sum, args, [1])
         assert [g.dtype for g in gradients if g is not None] == [args[0].dtype, other]
-    assert len(scaled_sum._fill_gradients.__globals__["plans"]) == seen + 3
+    assert len(scaled_sum._fills.backward.__globals__["plans"]) == seen + 3

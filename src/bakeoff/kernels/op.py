@@ -19,7 +19,6 @@ nobody wants it). Tensors that `backward` names are saved for it, and nothing el
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -27,10 +26,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from bakeoff.kernels import variants
-from bakeoff.kernels.declaration import Declaration, derived, reached, twice
+from bakeoff.kernels.declaration import Declaration
 from bakeoff.kernels.plan import Planned, Planner
 from bakeoff.kernels.traced import Traced
 from bakeoff.kernels.variants import Tiling, Tilings
+from bakeoff.kernels.written import Fills, written
 
 __all__ = ["KernelOp", "kernel_op"]
 
@@ -107,25 +107,11 @@ class KernelOp:
         self.__name__, self.__module__ = declared.name, declared.results.__module__
         self._root = root or self
         self._bound: dict[str, KernelOp] = {}
-        self._fill, self._fill_gradients = _planned(declared, variant or {})
-        arguments, everything = declared.arguments, (*declared.arguments, *declared.names, *declared.kept)
+        self._fills = _fills(declared, variant or {})
+        self._eager = written(declared, self._fills, self)
+        self._call = self._eager.call
+        arguments = declared.arguments
         self._places = tuple(arguments.index(name) for name in declared.differentiable)
-        self._saved = _picker([everything.index(name) for name in declared.saved])
-        self._scalars = _picker([arguments.index(name) for name in declared.scalars])
-        self._unsaved = [
-            (place, arguments.index(name))
-            for place, name in enumerate(declared.differentiable)
-            if name not in declared.saved
-        ]
-        self._depends = [
-            (declared.names.index(name), [1 + arguments.index(argument) for argument in on])
-            for name, on in declared.depends.items()
-        ]
-        self._likes = [
-            declared.saved.index(n) if n in declared.saved else None for n in declared.differentiable
-        ]
-        self._gradient_like = [declared.gradient_like(name) for name in declared.differentiable]
-        self._laid_out_like = [declared.laid_out_like(name) for name in declared.differentiable]
         self.keeps_for = [arguments.index(name) for name in declared.kept_for]
         """The places of the arguments whose gradients need what is kept; none stand for all."""
         self.traced: Traced = Traced(declared, self.bind, self) if root is None else root.traced
@@ -154,34 +140,15 @@ class KernelOp:
             places = self.keeps_for or self._places
             wants = [args[place] is not None and args[place].requires_grad for place in places]
             return self.traced(args, self.variant, torch.is_grad_enabled() and any(wants))
-        if torch.is_grad_enabled():
-            for place in self._places:
-                argument = args[place]
-                if argument is not None and argument.requires_grad:
-                    if torch._C._are_functorch_transforms_active():
-                        return _Differentiable.apply(self, *args)  # type: ignore[no-untyped-call]
-                    return _apply(self, *args)  # type: ignore[no-untyped-call]
-        return self.compute(args)
+        return self._call(*args)
 
     def compute(self, args: Sequence[Any]) -> Any:
         """The results; nothing is kept for a backward."""
-        made = self.declared.results(*args)
-        none = (None,) * len(self.declared.kept)
-        if made.__class__ is tuple:
-            self._fill(*args, *made, *none)
-        else:
-            self._fill(*args, made, *none)
-        return made
+        return self._eager.compute(*args)
 
-    def compute_and_keep(self, args: Sequence[Any], keep: bool = True) -> tuple[Tensor, ...]:
-        """The results, and behind them what is kept for the backward, or None where nothing is."""
-        made = self.declared.results(*args)
-        if made.__class__ is not tuple:
-            made = (made,)
-        if self.declared.keeps is not None:
-            made = (*made, *(self.declared.keeps(*args) if keep else (None,) * len(self.declared.kept)))
-        self._fill(*args, *made)
-        return made  # type: ignore[no-any-return]
+    def compute_and_keep(self, args: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        """The results, and behind them what is kept for the backward."""
+        return self._eager.compute_and_keep(*args)
 
     def differentiate(
         self,
@@ -195,17 +162,9 @@ class KernelOp:
 
         `likes` are tensors of these arguments' shapes and dtypes. A gradient that is shared stands twice.
         """
-        shared = self.shared(likes, wanted) if self.declared.shares else {}
-        grads: list[Tensor | None] = [
-            allocate(likes[like]) if (want and i not in shared) or i in shared.values() else None
-            for i, (want, like, allocate) in enumerate(
-                zip(wanted, self._laid_out_like, self._gradient_like, strict=True)
-            )
-        ]
-        self._fill_gradients(*arriving, *saved, *scalars, *grads)
-        for i, other in shared.items():
-            grads[i] = grads[other]
-        return grads
+        if self._eager.differentiate is None:
+            raise RuntimeError(f"{self.declared.name}: these kernels have no backward")
+        return self._eager.differentiate(arriving, saved, scalars, likes, wanted)
 
     def shared(self, likes: Sequence[Any], wanted: Sequence[bool]) -> dict[int, int]:
         """Which of the gradients that are wanted are another's."""
@@ -214,9 +173,7 @@ class KernelOp:
         return {i: other for i, other in pairs if wanted[i] and likes[i].dtype == likes[other].dtype}
 
 
-def _planned(
-    declared: Declaration, variant: Mapping[str, Tiling]
-) -> tuple[Callable[..., None], Callable[..., None]]:
+def _fills(declared: Declaration, variant: Mapping[str, Tiling]) -> Fills:
     """What fills results, and what fills gradients."""
 
     def planned(axis: str, planner: Planner, values: Mapping[str, str]) -> Callable[..., None]:
@@ -227,110 +184,11 @@ def _planned(
     made = {**dict.fromkeys(declared.names, "new"), **dict.fromkeys(declared.kept, "new?")}
     fill = planned("forward", declared.forward, {**values, **made})
     if declared.backward is None:
-        return fill, _no_backward
+        return Fills(fill, None)
     arriving = {f"d{name}": "Tensor" if declared.materialize else "Tensor?" for name in declared.names}
     kept = "Tensor?" if declared.kept_for else "Tensor"
     saved = {name: values.get(name, kept) for name in declared.saved}
     # Gradients of arguments that aren't saved are all that a backward sees of them.
     filled = {f"d{name}": "new?" if name in declared.saved else "Tensor?" for name in declared.differentiable}
     scalars = dict.fromkeys(declared.scalars, "")
-    return fill, planned("backward", declared.backward, {**arriving, **saved, **scalars, **filled})
-
-
-def _no_backward(*_: Any) -> None:
-    raise RuntimeError("these kernels have no backward")
-
-
-def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that takes what stands at these places."""
-    if len(places) == 1:
-        (place,) = places
-        return lambda values: (values[place],)
-    return itemgetter(*places) if places else lambda values: ()
-
-
-class _Differentiable(torch.autograd.Function):
-    """A call of an op, in autograd's graph."""
-
-    @staticmethod
-    def forward(ctx: Any, op: KernelOp, *args: Any) -> Any:
-        declared = op.declared
-        needs = ctx.needs_input_grad
-        keep = not op.keeps_for or any(needs[place + 1] for place in op.keeps_for)
-        made = op.compute_and_keep(args, keep)
-        ctx.op = op
-        ctx.save_for_backward(*op._saved((*args, *made)))
-        ctx.scalars = op._scalars(args)
-        ctx.unsaved = [(i, _Outline(args[place])) for i, place in op._unsaved if args[place] is not None]
-        if not declared.materialize:
-            ctx.set_materialize_grads(False)
-        if op._depends:
-            constant = [made[i] for i, places in op._depends if not any(needs[j] for j in places)]
-            if constant:
-                ctx.mark_non_differentiable(*constant)
-        count = len(declared.names)
-        return made[0] if count == 1 else made[:count]
-
-    @staticmethod
-    def backward(ctx: Any, *arriving: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return _gradients(ctx, arriving)
-        if ctx.op.declared.derivative is not None:
-            return _gradients(ctx, arriving)
-        return _Once.apply(ctx, *arriving, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
-
-
-# Past Function.apply's Python half, which serves functorch transforms and setup_context: microseconds a call.
-_apply = super(torch.autograd.Function, _Differentiable).apply
-
-
-class _Once(torch.autograd.Function):
-    """The backward as a node of its own, so that differentiating it again raises instead of giving zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, node: Any, *tensors: Any) -> Any:
-        ctx.name = node.op.declared.name
-        return _gradients(node, tensors[: len(node.op.declared.names)])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(twice(ctx.name))
-
-
-def _gradients(ctx: Any, arriving: Sequence[Any]) -> Any:
-    """The gradients of a call's arguments, in their order behind the op."""
-    op: KernelOp = ctx.op
-    needed = ctx.needs_input_grad
-    grads: list[Any] = [None] * len(needed)
-    if all(dy is None for dy in arriving):
-        return tuple(grads)
-    saved = ctx.saved_tensors
-    if op.declared.derivative is not None:
-        wanted = [name for name, need in zip(op.declared.arguments, needed[1:], strict=True) if need]
-        found = derived(op.declared, op, arriving, saved, ctx.scalars, wanted)
-        return (None, *[found.get(name) for name in op.declared.arguments])
-    likes: list[Any] = [None if place is None else saved[place] for place in op._likes]
-    for i, outline in ctx.unsaved:
-        likes[i] = outline
-    flags = [needed[place + 1] for place in op._places]
-    if op.declared.depends:
-        flags = reached(op.declared, arriving, flags)
-    for place, want, grad in zip(
-        op._places, flags, op.differentiate(arriving, saved, ctx.scalars, likes, flags), strict=True
-    ):
-        if want:
-            grads[place + 1] = grad
-    return tuple(grads)
-
-
-class _Outline:
-    """Shape, dtype and device of an argument that isn't saved: all that allocating its gradient takes."""
-
-    def __init__(self, t: Tensor) -> None:
-        self.shape, self.dtype, self.device = t.shape, t.dtype, t.device
-
-    def is_contiguous(self) -> bool:
-        return False
-
-    def new_empty(self, shape: Sequence[int]) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    return Fills(fill, planned("backward", declared.backward, {**arriving, **saved, **scalars, **filled}))

@@ -204,8 +204,9 @@ def _surroundings() -> dict[str, Any]:
 
     return {
         "count": counter.count,
-        "current_device": torch.cuda.current_device,
-        "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),  # CPU builds have none
+        # Those behind torch.cuda's, without a look at whether CUDA is initialised; CPU builds have none.
+        "current_device": getattr(torch._C, "_cuda_getDevice", None),
+        "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
         "runtime": knobs.runtime,
     }
 

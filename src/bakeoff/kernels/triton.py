@@ -9,8 +9,9 @@ float is listed in ``do_not_specialize``, so that its value never selects anothe
 interpreter the same call runs the interpreted kernel.
 """
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +34,51 @@ class Compiled(NamedTuple):
 
     def replay(self, grid: str, arguments: str, prefix: str) -> tuple[str, dict[str, Any]]:
         """The line of Python that launches it on `stream`, and the objects that line names."""
-        line = (
-            f"{prefix}run({grid}, stream, {prefix}function, {prefix}packed, None, None, None, {arguments}"
-            f"*{prefix}constants)"
-        )
-        return line, {f"{prefix}{name}": value for name, value in self._asdict().items()}
+        words = [_Word(word) for word in f"{grid}, stream, {arguments}".split(", ") if word]
+        given = [*words[:4], self.function, self.packed, None, None, None, *words[4:], *self.constants]
+        launcher: Any = self.run
+        passed = _passed_on(launcher, given)
+        scope = {f"{prefix}run": launcher if passed is None else launcher.launch}
+        return f"{prefix}run({_written(passed or given, prefix, scope)})", scope
+
+
+class _Word(str):
+    """What stands for a value in a written-out launch."""
+
+    __slots__ = ()
+
+
+def _passed_on(run: Callable[..., None], given: Sequence[Any]) -> Sequence[Any] | None:
+    """What a launcher of Triton's, which is Python, passes on to the function in C behind it: Python that
+    takes a microsecond a launch, always with the same outcome. None for a launcher that computes with what
+    it is given, as one that allocates scratch memory does, or has no such function.
+    """
+    passed: list[Sequence[Any]] = []
+    try:
+        probe: Any = copy.copy(run)
+        probe.launch  # noqa: B018
+        probe.launch = lambda *args: passed.append(args)
+        probe(*given)
+    except (AttributeError, TypeError):
+        return None
+    return passed[0] if len(passed) == 1 else None
+
+
+def _written(values: Sequence[Any], prefix: str, scope: dict[str, Any]) -> str:
+    """`values` as Python, whose objects are put into `scope`."""
+    words = []
+    for value in values:
+        if isinstance(value, _Word):
+            words.append(value)
+        elif value is None or type(value) in (int, bool):
+            words.append(_Word(repr(value)))
+        elif type(value) in (list, tuple) and any(isinstance(each, _Word) for each in value):
+            words.append(_Word(f"({_written(value, prefix, scope)},)"))
+        else:
+            name = _Word(f"{prefix}{len(scope)}")
+            scope[name] = value
+            words.append(name)
+    return ", ".join(words)
 
 
 class TritonKernel:

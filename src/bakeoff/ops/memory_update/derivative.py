@@ -167,6 +167,7 @@ def _through_rows(
     """The products of the derivative."""
     G, N, D, H, V = Sizes.of(k, v, found.w1)
     rows = found.constants
+    to_hidden, to_values = {"N": N, "D": D, "H": H, **rows}, {"N": N, "H": H, "V": V, **rows}
     k, k_numbers = rows_of(plan, k, "k")
     tiles = G * kernels.across(N, rows["ROWS"])
     tiles_v = kernels.across(V, rows["COLS"])
@@ -178,16 +179,15 @@ def _through_rows(
     sums2 = plan.empty((tiles, V), torch.float32) if learns else None
     weights = None if dweight is None else plan.empty((G * N, tiles_v), torch.float32)
     u1, v1, u2, v2 = u
-    bent = {**rows, "COLS": min(rows["COLS"], kernels.BENT)}
+    bent = {**to_hidden, "COLS": min(rows["COLS"], kernels.BENT)}
     plan.launch(
         _z_bar, (tiles * kernels.across(H, bent["COLS"]),), k=k,
-        u1=u1, v1=v1, z=found.z, dh=found.dh, dh_bar=dh_bar, z_bar=z_bar,
-        N=N, D=D, H=H, **k_numbers, **bent,
+        u1=u1, v1=v1, z=found.z, dh=found.dh, dh_bar=dh_bar, z_bar=z_bar, **k_numbers, **bent,
     )  # fmt: skip
     plan.launch(
         _e_bar, (wide_v,), h=found.h, u2=u2, dh_bar=dh_bar, w2=found.w2, v2=v2, dy=found.dy, e=found.e,
         weight=weight, loss_bar=loss_bar, norm=norm, e_bar=e_bar, dv=dv, weights=weights, sums2=sums2,
-        N=N, factor=factor, H=H, V=V, **rows,
+        factor=factor, **to_values,
     )  # fmt: skip
     if weights is not None:
         plan.launch(
@@ -198,12 +198,12 @@ def _through_rows(
         return
     plan.launch(
         _h_bar, (wide_h,), dy=found.dy, u2=u2, e_bar=e_bar, w2=found.w2, z=found.z, z_bar=z_bar, sums1=sums1,
-        N=N, H=H, V=V, **rows,
+        **to_values,
     )  # fmt: skip
     if dk is not None:
         plan.launch(
             _k_bar, (tiles * kernels.across(D, rows["COLS"]),), dz=found.dz, u1=u1, z_bar=z_bar, w1=found.w1,
-            norm=norm, dk=dk, N=N, factor=factor, D=D, H=H, **rows,
+            norm=norm, dk=dk, factor=factor, **to_hidden,
         )  # fmt: skip
     if learns:
         sums = found.tiling.over_all(D, H, V)

@@ -115,12 +115,13 @@ def gradient_of(
     sums2 = plan.empty((tiles, V), torch.float32) if whole else None
     if k.dtype != w1.dtype:
         w1, w2 = _narrowed(plan, w1, w2, k.dtype)
-    plan.launch(_hidden, (wide_h,), k=k, w1=w1, b1=b1, z=z, h=h, N=N, D=D, H=H, **k_numbers, **rows)
+    to_hidden, to_values = {"N": N, "D": D, "H": H, **rows}, {"N": N, "H": H, "V": V, **rows}
+    plan.launch(_hidden, (wide_h,), k=k, w1=w1, b1=b1, z=z, h=h, **k_numbers, **to_hidden)
     plan.launch(
         _error, (wide_v,), h=h, w2=w2, b2=b2, v=v, weight=row_weight, dy=dy, e=e, losses=losses, sums2=sums2,
-        N=N, H=H, V=V, **v_numbers, **rows,
+        **v_numbers, **to_values,
     )  # fmt: skip
-    plan.launch(_hidden_slope, (wide_h,), dy=dy, w2=w2, z=z, dh=dh, dz=dz, sums1=sums1, N=N, H=H, V=V, **rows)
+    plan.launch(_hidden_slope, (wide_h,), dy=dy, w2=w2, z=z, dh=dh, dz=dz, sums1=sums1, **to_values)
     g = squares = None
     if whole:
         sums = tiling.over_all(D, H, V)

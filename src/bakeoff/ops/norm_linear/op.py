@@ -123,24 +123,9 @@ def separate_supports(case: Case) -> str | None:
     return needs_native(case)
 
 
-def prologue_supports(case: Case) -> str | None:
-    """Why the product that normalises can't take `case`, or None."""
-    if case.x.dtype not in (torch.float16, torch.bfloat16):
-        return f"multiplies float16 and bfloat16, not {case.x.dtype}: float32 is PyTorch's"
-    rows, M = case.x.numel // case.x.shape[-1], case.weight.shape[0]
-    return "the result is too large" if max(rows, M) >= 1 << 30 else separate_supports(case)
-
-
-def epilogue_supports(case: Case) -> str | None:
-    """Why the product that is corrected can't take `case`, or None."""
-    if case.x.dtype == torch.float16:
-        return "weight * gamma could exceed float16's range"
-    return prologue_supports(case)
-
-
 def heuristic(case: Case, regime: str) -> str:
-    """One pass to normalise and PyTorch's matrix product: what a product of our own saves of that pass is
-    less than what it loses. Small inputs with gradients go to plain PyTorch, whose backward launches less."""
+    """One pass to normalise and PyTorch's matrix product. Small inputs with gradients go to plain PyTorch,
+    whose backward launches less."""
     fused = case.device.startswith("cuda") and regime != "compiled" and separate_supports(case) is None
     small = case.needs_grad and case.x.numel < _SMALL
     return "separate" if fused and not small else "eager"
@@ -152,18 +137,6 @@ def _separate() -> Implementation:
     return separate
 
 
-def _prologue() -> Implementation:
-    from bakeoff.ops.norm_linear.triton import prologue
-
-    return prologue
-
-
-def _epilogue() -> Implementation:
-    from bakeoff.ops.norm_linear.triton import epilogue
-
-    return epilogue
-
-
 OP = Op(
     name="norm_linear",
     reference=reference,
@@ -171,8 +144,6 @@ OP = Op(
         Candidate("eager", plain.eager),
         Candidate("compiled", plain.compiled, supports=compiler_missing),
         kernel_candidate("separate", _separate, separate_supports),
-        kernel_candidate("prologue", _prologue, prologue_supports),
-        kernel_candidate("epilogue", _epilogue, epilogue_supports),
     ),
     check=check,
     bucket=bucket,
