@@ -168,7 +168,7 @@ def test_plain_pytorch_s_source_is_its_formula_and_the_definition(op: Op) -> Non
     incumbent = op.incumbent
     found = set(files(roots(incumbent.call, incumbent.load) or ()))
     assert f"bakeoff.ops.{op.name}.plain" in found
-    assert found <= {f"bakeoff.ops.{op.name}.{module}" for module in ("plain", "reference")}
+    assert found <= {f"bakeoff.ops.{op.name}.{module}" for module in ("plain", "backends", "reference")}
 
 
 def test_metadata_names_arguments(op: Op) -> None:

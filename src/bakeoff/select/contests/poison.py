@@ -46,11 +46,6 @@ class Poison(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.buffers: list[tuple[torch.Tensor, int]] = []
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Code that torch.compile has made runs as it is, where it would step aside for a mode otherwise."""
-        return True
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -207,7 +207,9 @@ def _poisoned_run(
     counter = candidate.launches
     count = counter() if counter else 0
     poison = Poison()
-    if candidate.name == "compiled":  # torch.compile steps aside while a dispatch mode is active
+    if (
+        candidate.name == "compiled" or candidate.all_compiled
+    ):  # torch.compile steps aside while a dispatch mode is active
         got = _run(candidate, copies, cotangents, stick)
     else:
         with poison:

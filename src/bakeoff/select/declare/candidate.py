@@ -41,6 +41,8 @@ class Candidate:
     needs_warmup: bool = False
     """Works there only after a call on the same tensors outside of capture, in the same configuration."""
     deterministic: bool = True
+    all_compiled: bool = False
+    """All its code is torch.compile's and means nothing uncompiled, so that it is verified without poison."""
     baseline: bool = False
     """Measured for the record, never chosen."""
     min_capability: tuple[int, int] = (0, 0)
