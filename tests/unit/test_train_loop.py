@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from bakeoff.apps.train.step import Stepper
 from bakeoff.errors import PolicyError, Unsupported
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.optim import nested
+from tests.unit.forked import Forked
 
 TEXT = "".join(f"line {n}: the quick brown fox jumps over {n % 7} lazy dogs\n" for n in range(400))
 QUIET = Console(file=io.StringIO())
@@ -271,17 +273,26 @@ def killed_after(steps: int) -> None:
     setup.Stepper = Killed  # type: ignore[misc]
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Computes as a fork must, which doesn't have the threads of this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_killed_run_repeats_what_it_lost(base: Config, tmp_path: Path) -> None:
     whole = resolve(base, None, [f"train.run_dir={tmp_path / 'whole'}"])
     train(whole, console=QUIET)
-    child = os.fork()
-    if child == 0:
-        try:
-            killed_after(10)
-            train(base, console=QUIET)
-        finally:
-            os._exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    def act() -> None:
+        killed_after(10)
+        train(base, console=QUIET)
+
+    with Forked(act) as process:
+        assert process.end() == -signal.SIGKILL
     assert [row["step"] for row in rows(base)] == [3, 6, 9]
     found = latest(base.train.run_dir)
     assert found is not None
