@@ -117,11 +117,14 @@ def _doubts(file: File, name: str, newest: bool) -> list[str]:
     rows = [row for row in file.rows if "op" in row]
     note = note_on_sources(rows, name, newest=newest)
     paragraphs = [note] if note else []
+    return paragraphs + _warned(rows)
+
+
+def _warned(rows: list[dict[str, Any]]) -> list[str]:
+    """A paragraph that counts the warnings."""
     warned = sum(1 for row in rows if row.get("warning"))
-    if warned:
-        why = "other processes were on the GPU, or its speed drifted"
-        paragraphs.append(f"{warned} of {len(rows)} rows carry a `warning` in the file: {why}.")
-    return paragraphs
+    why = "other processes were on the GPU, or its speed drifted"
+    return [f"{warned} of {len(rows)} rows carry a `warning` in the file: {why}."] if warned else []
 
 
 def _group(op: str, direction: str, regime: str, members: Sequence[Cell]) -> tuple[list[str], list[str]]:
@@ -214,7 +217,7 @@ def _decode(file: File, name: str, newest: bool) -> str:
         f"Text on {stamp(file.env)} (`bakeoff bench --suite decode` wrote [{name}](../{name})), sampled "
         'behind prompts of 64 bytes; "s before" are the prompt, the first bytes and the capture:'
     )
-    return f"{start}\n\n{markdown_table(headings, lines)}"
+    return "\n\n".join([start, markdown_table(headings, lines), *_warned(file.rows)])
 
 
 def _ranks(file: File, name: str, newest: bool) -> str:
