@@ -6,6 +6,9 @@ from torch import Tensor, nn
 
 from bakeoff.causal import CausalityError, assert_causal
 from bakeoff.models.llm_med import Config, LLMMed
+from tests.unit.leak_zoo.body import Animal, attempt
+from tests.unit.leak_zoo.honest import HONEST
+from tests.unit.leak_zoo.leaks import LEAKS
 
 
 class Mixer(nn.Module):
@@ -45,3 +48,15 @@ def test_verdicts_on_a_gpu(bf16: bool, precision: str) -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("animal", LEAKS, ids=lambda animal: animal.name)
+def test_a_leak_is_found_on_a_gpu(animal: Animal) -> None:
+    with pytest.raises(CausalityError, match=animal.says):
+        attempt(animal, "cuda", 0)
+
+
+@pytest.mark.parametrize("animal", HONEST, ids=lambda animal: animal.name)
+def test_an_honest_model_passes_on_a_gpu(animal: Animal) -> None:
+    for seed in range(2):
+        attempt(animal, "cuda", seed)

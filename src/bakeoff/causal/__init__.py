@@ -4,11 +4,17 @@ The guard changes tokens and looks at outputs, in the forward direction only, be
 can hide a path and a hard decision has no gradient. It works on a private copy of the model.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from bakeoff.causal.checks import CausalityError, check, compare_decode
+from bakeoff.causal.answers import Called
+from bakeoff.causal.checks import CausalityError, Trial, check_targets
+from bakeoff.causal.circumstances import check_alone, check_earlier_calls, check_exactly, check_lengths
 from bakeoff.causal.copies import random_kept, uncompiled
+from bakeoff.causal.decode import compare_decode
 from bakeoff.causal.edits import Edits, token_rows
 from bakeoff.causal.subject import Subject
 
@@ -16,7 +22,7 @@ __all__ = ["CausalityError", "assert_causal"]
 
 
 def assert_causal(
-    model: nn.Module,
+    model: Callable[..., Any],
     ids: Tensor | None = None,
     *,
     vocab: int | None = None,
@@ -81,20 +87,39 @@ def assert_causal(
         >>> import torch
         >>> assert_causal(torch.nn.Sequential(torch.nn.Embedding(256, 8), torch.nn.Linear(8, 256)))
     """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         model = model.module
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    with random_kept(model), torch.inference_mode(False), uncompiled():
-        rows, vocab = token_rows(model, ids, vocab, length, samples, seed)
+    module = model if isinstance(model, nn.Module) else Called(model)
+    rows, longer, vocab = token_rows(module, ids, vocab, length, samples, seed)
+    with random_kept(module, rows.device), torch.inference_mode(False), uncompiled():
         draws = torch.Generator().manual_seed(seed)
-        subject, edits = Subject(model, rows, draws, seed), Edits(rows, vocab, draws)
+        subject, edits = Subject(module, rows, draws, seed), Edits(rows, vocab, draws)
+        perturb = perturb and bool(subject.trainable)
         if perturb:
             subject.perturb()
-        updates = perturb and bool(subject.trainable)
-        stage = "with perturbed parameters" if perturb else "as it is"
-        check(subject, edits, stage, each_place=not updates)
-        if updates:
+            _check(subject, edits, "with perturbed parameters")
             subject.update()
-            check(subject, edits, "after one update", each_place=True)
+        _check(subject, edits, "after one update" if perturb else "as it is", longer)
         if check_decode:
             compare_decode(subject)
+
+
+def _check(subject: Subject, edits: Edits, stage: str, longer: Tensor | None = None) -> None:
+    """Raises `CausalityError` where an output sees more than the tokens of its own row up to its own.
+
+    At the last stage, with `longer` rows, single places and other circumstances are tried, too.
+    """
+    for training in (False, True):
+        trial = Trial(subject, edits, training, stage)
+        trial.check_edits()
+        trial.check_rows(each=longer is not None and not training)
+        if longer is not None:
+            trial.check_places(few=training)
+            check_alone(trial)
+            check_lengths(trial, longer)
+            if not training:
+                check_earlier_calls(trial)
+                check_exactly(trial)
+        if subject.form.targets and (training or longer is not None):
+            check_targets(trial, loss=longer is not None)

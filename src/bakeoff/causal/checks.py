@@ -1,21 +1,19 @@
 """What a causal model's answers must fulfil, and the error that says where one doesn't."""
 
-import inspect
 import math
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bakeoff.causal.confirm import confirmed
-from bakeoff.causal.copies import twin
+from bakeoff.causal.copies import Parameters
 from bakeoff.causal.edits import ROUNDS, Edits
-from bakeoff.causal.subject import Subject, change, mode_name
+from bakeoff.causal.rounding import Change
+from bakeoff.causal.subject import Call, Subject, mode_name
 from bakeoff.errors import BakeoffError
 
-__all__ = ["CausalityError", "check", "compare_decode"]
+__all__ = ["CausalityError", "Trial", "check_targets"]
 
 _SCAN = 64  # passes spent on tracing a leak that was found
 _WIDE = 4  # batches of the check's own in a pass over single places, which keeps nothing for a backward
@@ -27,9 +25,9 @@ class CausalityError(BakeoffError, AssertionError):
     Attributes:
         position: the first position found leaking.
         ahead: how many positions ahead it sees, at least; 0 where the leak is not from the future (another
-            row, the targets, a decode that differs from the whole pass).
-        size: the largest change of an output that should have stood.
-        tolerance: the change that rounding explains.
+            row, the targets, an earlier call, a decode that differs from the whole pass).
+        size: the change of an output that should have stood, the one furthest beyond its tolerance.
+        tolerance: the change of this output that rounding explains.
     """
 
     def __init__(
@@ -39,214 +37,202 @@ class CausalityError(BakeoffError, AssertionError):
         self.position, self.ahead, self.size, self.tolerance = position, ahead, size, tolerance
 
 
-def check(subject: Subject, edits: Edits, stage: str, *, each_place: bool) -> None:
-    """Raises `CausalityError` where an output sees more than the tokens of its own row up to its own.
-
-    With `each_place` single tokens are changed at one place after the other, too.
-    """
-    for training in (False, True):
-        trial = _Trial(subject, edits, training, stage)
-        trial.check_edits()
-        trial.check_rows()
-        if each_place and not training:
-            trial.check_places()
-        if training and "targets" in subject.accepts:
-            trial.check_targets()
-
-
-class _Trial:
+class Trial:
     """One mode at one stage: the outputs that should stand, and the change that rounding explains."""
 
     def __init__(self, subject: Subject, edits: Edits, training: bool, stage: str) -> None:
-        self.subject, self.edits, self.rows, self.training = subject, edits, subject.rows, training
-        self.when = f"in {mode_name(training)}, {stage}"
-        self.base, self.tolerance = subject.settle(self.rows, training=training)
+        self.subject, self.edits, self.rows, self.call = subject, edits, subject.rows, Call(training)
+        self.stage = stage
+        self.base, self.rounding = subject.settle(self.rows, self.call)
+
+    # Edits of the trial's own rows
 
     def check_edits(self) -> None:
         """Outputs before the cut stand, whatever comes after it."""
         for number in range(ROUNDS):
-            edited, cuts = self.edits.edited(number)
-            found = self._change(edited)
-            leaking = self._leaking(found, cuts)
-            if (note := self._confirmed(found, leaking, edited)) is not None:
-                self._blame(edited, cuts, found, note)
+            edited, cuts = self.edits.edited(self.rows, number)
+            change = self.change(edited)
+            if (note := self.confirm(change, self.before(cuts), edited)) is not None:
+                self._blame(edited, cuts, change, note)
 
-    def check_rows(self, row: int = 0) -> None:
-        """Outputs of a row stand, whatever the other rows are."""
-        others = self.edits.tokens(self.rows.shape)
-        others[row] = self.rows[row]
-        found = self._change(others)
-        leaking = found > self.tolerance
-        leaking[:row], leaking[row + 1 :] = False, False
-        if (note := self._confirmed(found, leaking, others)) is not None:
-            position = int(leaking[row].nonzero()[0])
-            message = f"output {position} of a row changes with the other rows of its batch"
-            raise self._error(f"{self.when}, {message}", position, 0, found[row].max().item(), note)
+    def check_rows(self, *, each: bool) -> None:
+        """Outputs of a row stand, whatever the other rows are: of the first and the last, or of `each`, where
+        the rows kept are chosen by the bits of their numbers, so that every pair is parted once each way."""
+        numbers, last = torch.arange(len(self.rows), device=self.rows.device), len(self.rows) - 1
+        sets = [numbers == 0, numbers == last]
+        if each:
+            sets = [numbers >> bit & 1 == value for bit in range(last.bit_length()) for value in (0, 1)]
+        for kept in sets:
+            others = torch.where(kept[:, None], self.rows, self.edits.tokens(self.rows.shape))
+            change, where = self.change(others), kept[:, None].expand(self.rows.shape)
+            if (note := self.confirm(change, where, others)) is not None:
+                position = int((where & (change.ratio > 1)).any(0).nonzero()[0])
+                message = f"output {position} of a row changes with the other rows of its batch"
+                raise self.error(message, position, 0, change, where, note)
 
-    def check_places(self) -> None:
+    def check_places(self, *, few: bool) -> None:
         """Outputs before a place stand, whatever token is there: a leak of one output finds its place."""
-        places = self.edits.places()
-        passes = math.ceil(len(places) / (_WIDE * len(self.rows)))
+        places = self.edits.places(few=few)
+        passes = math.ceil(len(places) / ((1 if few else _WIDE) * len(self.rows)))
         count = math.ceil(len(places) / passes)
         # One shape for all passes, so that they draw and round alike: the last one takes some places again.
         places = torch.cat([places, places[: passes * count - len(places)]])
         rows = self.rows.repeat(math.ceil(count / len(self.rows)), 1)[:count]
-        base = self.subject.logits(rows, training=self.training)
+        base = self.subject.logits(rows, self.call)
         for cuts in places.split(count):
             edited = self.edits.single(rows, cuts)
-            found = change(base, self.subject.logits(edited, training=self.training))
-            leaking = self._leaking(found, cuts)
-            if (note := self._confirmed(found, leaking, edited, rows=rows)) is not None:
-                row, position = leaking.nonzero()[0].tolist()
-                raise self._sees(position, int(cuts[row]) - position, found[leaking].max().item(), note)
+            self.compare(base, edited, cuts, rows=rows)
 
-    def check_targets(self) -> None:
-        """With targets given, in training mode: logits see neither them nor the future."""
-        targets = self.rows.roll(-1, 1)
-        base = self.subject.run(self.rows, training=True, targets=targets)
-        if base is None:
-            return
-        others = self.edits.tokens(targets.shape)
-        found = change(base, self.subject.logits(self.rows, training=True, targets=others))
-        leaking = found > self.tolerance
-        if (note := self._confirmed(found, leaking, self.rows, targets, others)) is not None:
-            position = int(leaking.any(dim=0).nonzero()[0])
-            message = f"{self.when}, logit {position} changes with the targets"
-            raise self._error(message, position, 0, found.max().item(), note)
-        edited, cuts = self.edits.edited(0)
-        found = change(base, self.subject.logits(edited, training=True, targets=targets))
-        leaking = self._leaking(found, cuts)
-        if (note := self._confirmed(found, leaking, edited, targets, targets)) is not None:
-            row, position = leaking.nonzero()[0].tolist()
-            ahead = int(cuts[row]) - position
-            message = f"{self.when} and given targets, output {position} sees at least {ahead} ahead"
-            raise self._error(message, position, ahead, found[leaking].max().item(), note)
+    # Comparing and reporting
 
-    def _change(self, ids: Tensor) -> Tensor:
-        return change(self.base, self.subject.logits(ids, training=self.training))
+    def change(self, ids: Tensor, call: Call | None = None) -> Change:
+        """From the trial's outputs to those for other `ids`."""
+        return Change.between(self.base, self.subject.logits(ids, call or self.call), self.rounding)
 
-    def _leaking(self, found: Tensor, cuts: Tensor) -> Tensor:
-        places = torch.arange(found.shape[1], device=cuts.device)
-        return (places < cuts[:, None]) & (found > self.tolerance)
+    def before(self, cuts: Tensor) -> Tensor:
+        """The positions [B, T] before the cut of each row [B]."""
+        return torch.arange(self.rows.shape[1], device=cuts.device) < cuts[:, None]
 
-    def _confirmed(
+    def compare(
         self,
-        found: Tensor,
-        leaking: Tensor,
+        base: Tensor,
+        edited: Tensor,
+        cuts: Tensor,
+        *,
+        rows: Tensor,
+        call: Call | None = None,
+        circumstance: str = "",
+    ) -> None:
+        """Raises where outputs before the `cuts` change from `base`, those for `rows`, with `edited` rows."""
+        call = call or self.call
+        change = Change.between(base, self.subject.logits(edited, call), self.rounding)
+        where = torch.arange(rows.shape[1], device=cuts.device) < cuts[:, None]
+        if (note := self.confirm(change, where, edited, rows=rows, call=call)) is not None:
+            row, position = (where & (change.ratio > 1)).nonzero()[0].tolist()
+            raise self.sees(position, int(cuts[row]) - position, change, where, note, circumstance)
+
+    def confirm(
+        self,
+        change: Change,
+        where: Tensor,
         ids: Tensor,
-        targets: Tensor | None = None,
-        others: Tensor | None = None,
+        *,
         rows: Tensor | None = None,
+        call: Call | None = None,
+        other: Call | None = None,
     ) -> str | None:
-        """As `confirmed`, of the change where it is `leaking`, from `rows`, by default the trial's, to `ids`
-        and, where given, from `targets` to `others`; None where nothing is."""
+        """As `confirmed`, of the `change` at `where`, from `rows`, by default the trial's, to `ids`, and from
+        `call` to the `other`, by default the same; None where nothing changed."""
+        leaking = where & (change.ratio > 1)
         if not leaking.any():
             return None
+        before, call = self.rows if rows is None else rows, call or self.call
 
-        def look(subject: Subject) -> float:
-            before = self.rows if rows is None else rows
-            base = subject.logits(before, training=self.training, targets=targets)
-            after = subject.logits(ids, training=self.training, targets=others)
-            return change(base, after)[leaking].max().item()
+        def look(subject: Subject) -> tuple[float, float]:
+            base, after = subject.logits(before, call), subject.logits(ids, other or call)
+            size, _, ratio = Change.between(base, after, self.rounding).worst(leaking)
+            return ratio, size
 
-        return confirmed(self.subject, found[leaking].max().item(), self.tolerance, look)
+        return confirmed(self.subject, change.worst(leaking)[2], look)
 
-    def _error(self, message: str, position: int, ahead: int, size: float, note: str) -> CausalityError:
+    def error(
+        self, message: str, position: int, ahead: int, change: Change, where: Tensor, note: str = ""
+    ) -> CausalityError:
+        """Says when, what, and by how much of the `change` at `where`."""
+        size, tolerance, _ = change.worst(where & (change.ratio > 1))
+        when = f"in {mode_name(self.call.training)}, {self.stage}"
         return CausalityError(
-            message, position=position, ahead=ahead, size=size, tolerance=self.tolerance, note=note
+            f"{when}, {message}", position=position, ahead=ahead, size=size, tolerance=tolerance, note=note
         )
 
-    def _sees(self, position: int, ahead: int, size: float, note: str) -> CausalityError:
-        message = f"{self.when}, output {position} sees its future, at least {ahead} ahead, and changes"
-        return self._error(message, position, ahead, size, note)
+    def sees(
+        self, position: int, ahead: int, change: Change, where: Tensor, note: str, circumstance: str = ""
+    ) -> CausalityError:
+        """Says that an output sees its future, in which `circumstance`."""
+        message = f"{circumstance}output {position} sees its future, at least {ahead} ahead, and changes"
+        return self.error(message, position, ahead, change, where, note)
 
-    def _blame(self, edited: Tensor, cuts: Tensor, found: Tensor, note: str) -> None:
+    def _blame(self, edited: Tensor, cuts: Tensor, change: Change, note: str) -> None:
         """Raises, after tracing the leak: its first position and how far that position sees."""
-        leaking = self._leaking(found, cuts)
+        leaking = self.before(cuts) & (change.ratio > 1)
         row = int(leaking.any(dim=1).nonzero()[0])
-        places = torch.arange(found.shape[1], device=cuts.device)
+        places = torch.arange(self.rows.shape[1], device=cuts.device)
         new = torch.where(places < cuts[row], self.edits.tokens(places.shape), edited[row])
         scanned = torch.linspace(1, len(places) - 1, min(_SCAN, len(places) - 1)).long().tolist()
-        seen, size = {}, 0.0
+        seen: dict[int, Tensor] = {}
         for cut in sorted({int(cuts[row]), *scanned}):
             tried = self.rows.clone()
             # At the cut that gave it away the very same edit, which may have changed one token only.
             tried[row] = edited[row] if cut == cuts[row] else torch.where(places < cut, tried[row], new)
-            after = self._change(tried)[row]
-            seen[cut] = (places < cut) & (after > self.tolerance)
-            size = max(size, after[:cut].max().item())
+            seen[cut] = (places < cut) & (self.change(tried).ratio[row] > 1)
         if not any(where.any() for where in seen.values()):  # no, it was another row's edit
-            self.check_rows(row)
-            seen, size = {int(cuts[row]): leaking[row]}, found[leaking].max().item()
+            self.check_rows(each=True)
+            seen = {int(cuts[row]): leaking[row]}
         first = min(int(where.nonzero()[0]) for where in seen.values() if where.any())
         ahead = max(cut for cut, where in seen.items() if where[first]) - first
-        raise self._sees(first, ahead, size, note)
+        raise self.sees(first, ahead, change, leaking, note)
 
 
-def compare_decode(subject: Subject) -> None:
-    """Raises `CausalityError` where what the model generates with its cache differs from one pass over the
-    same text."""
-    compared = _decoded(subject)
-    if compared is None:
+def check_targets(trial: Trial, *, loss: bool) -> None:
+    """With targets given: logits see neither them nor the future, and nor does the `loss`."""
+    subject, name = trial.subject, trial.subject.form.targets
+    targets = trial.rows.roll(-1, 1)
+    given = replace(trial.call, targets=targets)
+    base = subject.run(trial.rows, given).logits
+    if base is not None:
+        other = replace(given, targets=trial.edits.tokens(targets.shape))
+        change = Change.between(base, subject.logits(trial.rows, other), trial.rounding)
+        where = torch.ones_like(trial.rows, dtype=torch.bool)
+        if (note := trial.confirm(change, where, trial.rows, call=given, other=other)) is not None:
+            position = int((change.ratio > 1).any(dim=0).nonzero()[0])
+            message = f"logit {position} changes with the {name}"
+            raise trial.error(message, position, 0, change, where, note)
+        edited, cuts = trial.edits.edited(trial.rows, 0)
+        trial.compare(base, edited, cuts, rows=trial.rows, call=given, circumstance=f"given {name}, ")
+    if loss:
+        _check_loss(trial, replace(given, logits=False))
+
+
+def _check_loss(trial: Trial, given: Call) -> None:
+    """The loss of positions before a cut stands, whatever the order of the tokens after it.
+
+    A loss shows no positions; but how it changes with the targets before a cut comes from the outputs there
+    alone: l(y) - l(y') is the same for both orders.
+    """
+    subject, rows, name = trial.subject, trial.rows, trial.subject.form.targets
+    cut = max(1, rows.shape[1] // 2)
+    assert given.targets is not None
+    # Orders alone are changed: a mean may count the tokens or targets of some kind.
+    early = torch.cat([given.targets[:, :1], given.targets[:, 1:cut].flip(1), given.targets[:, cut:]], dim=1)
+    swapped = torch.cat([rows[:, :cut], rows[:, cut:].flip(1)], dim=1)
+    other = replace(given, targets=early)
+
+    def moved(of: Subject, ids: Tensor, parameters: Parameters | None = None) -> tuple[float, float] | None:
+        """The loss's change with the early targets, and the loss."""
+        one, two = of.run(ids, given, parameters).loss, of.run(ids, other, parameters).loss
+        return None if one is None or two is None else (float(one - two), float(one))
+
+    base, found = moved(subject, rows), moved(subject, swapped)
+    if base is None or found is None or not math.isfinite(base[0]):
         return
-    found, tolerance = compared
+    size = abs(found[0] - base[0])
+    tolerance = (subject.step + subject.floor) * (abs(base[1]) + abs(found[1]))
+    if size <= tolerance:
+        return
+    again, shaken = moved(subject, rows), moved(subject, rows, subject.rounded())
+    assert again is not None
+    assert shaken is not None
+    tolerance += 3 * abs(shaken[0] - base[0]) + 4 * abs(again[0] - base[0])
+    if size <= tolerance:
+        return
 
-    def look(other: Subject) -> float:
-        again = _decoded(other)
-        assert again is not None
-        return again[0].max().item()
+    def look(of: Subject) -> tuple[float, float]:
+        one, two = moved(of, rows), moved(of, swapped)
+        assert one is not None
+        assert two is not None
+        return abs(one[0] - two[0]) / tolerance, abs(one[0] - two[0])
 
-    if (found > tolerance).any():
-        note = confirmed(subject, found.max().item(), tolerance, look)
-        if note is not None:
-            position = int((found > tolerance).any(dim=0).nonzero()[0])
-            raise CausalityError(
-                f"decoding differs from the whole pass at position {position} (prompt of "
-                f"{subject.rows.shape[1] // 2})",
-                position=position, ahead=0, size=found.max().item(), tolerance=tolerance, note=note,
-            )  # fmt: skip
-
-
-def _decoded(subject: Subject) -> tuple[Tensor, float] | None:
-    """How far decoding is from the whole pass [B, T], and what rounding explains; None without decoding."""
-    rows, model = subject.rows, twin(subject.model).eval()
-    half = rows.shape[1] // 2
-    prompt, count = rows[:, :half], rows.shape[1] - half
-    generate = getattr(model, "generate", None)
-    if generate is None or not _takes(generate, prompt, count, temperature=0.0):
-        return None
-    pieces: list[Any] = []
-    decode = getattr(model, "decode", None)
-    if callable(decode):
-        model.decode = _recording(decode, pieces)  # type: ignore[assignment]
-    subject.same_draws()
-    with torch.no_grad():
-        text = generate(prompt, count, temperature=0.0)
-    if text.shape != rows.shape or not torch.equal(text[:, :half], prompt):
-        raise ValueError(
-            f"generate(prompt, {count}) returned {tuple(text.shape)}, expected the prompt and {count} "
-            f"more tokens, {tuple(rows.shape)}"
-        )
-    whole, tolerance = subject.settle(text[:, :-1], training=False)
-    tolerance *= 2  # other shapes run other kernels, so that every operation rounds differently
-    if pieces and all(isinstance(piece, Tensor) and piece.ndim == 3 for piece in pieces):
-        return change(whole, torch.cat(pieces, dim=1).double()), tolerance
-    chosen = whole[:, half - 1 :].gather(-1, text[:, half:, None])
-    short = (whole[:, half - 1 :].amax(-1, keepdim=True) - chosen)[..., 0] / 2
-    return F.pad(short, (half - 1, 0)), tolerance
-
-
-def _takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-def _recording(decode: Callable[..., Any], pieces: list[Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        pieces.append(decode(*args, **kwargs))
-        return pieces[-1]
-
-    return call
+    if (note := confirmed(subject, size / tolerance, look)) is not None:
+        when = f"in {mode_name(given.training)}, {trial.stage}, given {name}"
+        message = f"{when}, its loss at positions before {cut} changes with the tokens after"
+        raise CausalityError(message, position=cut - 1, ahead=1, size=size, tolerance=tolerance, note=note)

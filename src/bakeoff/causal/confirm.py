@@ -5,49 +5,87 @@ where activations differ in size, an edit of the large ones moves the small ones
 float32 (or float64) is ever rounded so; what is rounded to 16 bits is rounded place by place.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bakeoff.causal.copies import device_of
-from bakeoff.causal.subject import Subject
+from bakeoff.causal.subject import Call, Subject
 from bakeoff.select import find_op
 from bakeoff.select.choose.explain import choices
 from bakeoff.select.choose.policy import using
 
-__all__ = ["confirmed"]
+__all__ = ["FINEST", "computes_in_float64", "confirmed", "exactly"]
 
-_FINEST = 2.0**-20  # steps above it are not float32's
+FINEST = 2.0**-20  # steps above it are not float32's
 _STAYS = 0.01  # part of a change that stays in float64 only if it is a leak: rounding shrinks by 2^29
 _MOST = 64  # tolerances that rounding can exceed: strongly perturbed models reach 5
 
+Look = Callable[[Subject], tuple[float, float]]
 
-def confirmed(
-    subject: Subject, size: float, tolerance: float, look: Callable[[Subject], float]
-) -> str | None:
-    """What to add to the report of an alarm, a change of `size`; None where the alarm is false.
 
-    ``look(subject)`` gives the change again. False alarms are those of float32 that a float64 copy on plain
-    PyTorch doesn't see, while plain PyTorch does in float32: what goes with a kernel is the kernel's leak.
+def confirmed(subject: Subject, ratio: float, look: Look) -> str | None:
+    """What to add to the report of an alarm, a change `ratio` times what rounding explains; None where the
+    alarm is false.
+
+    ``look(subject)`` gives the change again: its ratio and its size. False alarms are those of float32 that a
+    float64 copy on plain PyTorch doesn't see, while plain PyTorch does in float32: what goes with a kernel is
+    the kernel's leak.
     """
-    if subject.step > _FINEST:
+    if subject.step > FINEST:
         return ""
     ran = choices(lambda: look(subject))
-    plain: dict[str, Any] = {op: find_op(op).incumbent.name for op, _ in ran}
     try:
-        exact = subject.exact()
-        with using(**plain), torch.autocast(device_of(subject.model).type, enabled=False):
-            stays = look(exact)
+        with exactly(subject, ran) as exact:
+            stays, size = look(exact)
     except Exception as error:  # noqa: BLE001 (a model may raise anything in another dtype)
         return f"; its float64 copy, to tell a leak from rounding, fails: {type(error).__name__}: {error}"
-    if stays > _STAYS * size:
+    if stays > _STAYS * ratio:
         return ""
-    note = f"; its float64 copy changes by {stays:.3g}, so this is float32's own"
-    kernels = ran - plain.items()
-    if size <= _MOST * tolerance:
-        with using(**plain):
-            if not kernels or look(subject) > size / 4:
+    note = f"; its float64 copy changes by {size:.3g}, so this is float32's own"
+    kernels = ran - _plain(ran).items()
+    if ratio <= _MOST:
+        with using(**_plain(ran)):
+            if not kernels or look(subject)[0] > ratio / 4:
                 return None
     named = ", ".join(f"{op} by {candidate}" for op, candidate in sorted(kernels))
     return f"{note}: the copy ran plain PyTorch, the model {named}" if kernels else note
+
+
+def _plain(ran: set[tuple[str, str]]) -> dict[str, Any]:
+    """Plain PyTorch for each op of these."""
+    return {op: find_op(op).incumbent.name for op, _ in ran}
+
+
+@contextlib.contextmanager
+def exactly(subject: Subject, ran: set[tuple[str, str]]) -> Iterator[Subject]:
+    """A float64 copy, and the surrounding in which it computes on plain PyTorch, without autocast."""
+    with using(**_plain(ran)), torch.autocast(subject.rows.device.type, enabled=False):
+        yield subject.exact()
+
+
+def computes_in_float64(exact: Subject) -> bool:
+    """Whether a float64 copy stays in float64 from its inputs to its outputs."""
+    with _Coarser() as watched:
+        exact.logits(exact.rows[:1], Call())
+    return not watched.found
+
+
+class _Coarser(TorchDispatchMode):
+    """Notes whether anything was computed in less than float64."""
+
+    found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        parts = out if isinstance(out, tuple | list) else (out,)
+        self.found |= any(isinstance(t, Tensor) and t.dtype in _COARSER and t.numel() > 1 for t in parts)
+        return out
+
+
+_COARSER = {torch.float32, torch.bfloat16, torch.float16, torch.complex64}

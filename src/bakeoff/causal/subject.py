@@ -1,8 +1,9 @@
 """The model under trial: its answers, what rounding does to them, and how it is shaken and trained."""
 
 import copy
-import inspect
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,104 +11,158 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bakeoff.causal.copies import Parameters, copied, generators, twin
+from bakeoff.causal.answers import Answer, answer, form_of
+from bakeoff.causal.copies import Parameters, copied, generators, set_mode, twin
+from bakeoff.causal.rounding import Rounding
 from bakeoff.errors import BakeoffError
 
-__all__ = ["Subject", "change", "mode_name"]
+__all__ = ["Call", "Subject", "mode_name"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The circumstances of a call: the mode, whether gradients are on (by default in training), the targets
+    given, whether logits are asked for beside a loss, and the ids of the calls before it."""
+
+    training: bool = False
+    gradients: bool | None = None
+    targets: Tensor | None = None
+    logits: bool = True
+    earlier: Sequence[Tensor] = ()
 
 
 class Subject:
     """A private copy of the model, the rows it is tried on, and the draws."""
 
+    # Four float32 steps, whatever the outputs' type: a transform over time is rounded in it by the whole row.
+    floor = 2.0**-21
+
     def __init__(self, model: nn.Module, rows: Tensor, draws: torch.Generator, seed: int) -> None:
+        self.form = form_of(model)
         self.model = copied(model)
         self.rows, self.draws, self.seed = rows, draws, seed
-        self.trainable = [p for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
-        self.accepts = frozenset(inspect.signature(self.model.forward).parameters)
-        self.step = _rounding_step(self.model, rows)
+        self.generators = generators(self.model, rows.device)
+        self.trainable = [
+            p
+            for p in self.model.parameters()
+            if p.requires_grad and (p.is_floating_point() or p.is_complex())
+        ]
+        self.step = self._probed()
 
     def exact(self) -> "Subject":
         """The same in float64, to be run without autocast."""
         other = copy.copy(self)
-        other.model = copied(self.model).double()
+        other.model = copied(self.model)._apply(_exact)
+        other.step, other.floor = torch.finfo(torch.float64).eps, 2.0**-30
         return other
 
     # Passes
 
-    def run(
-        self,
-        ids: Tensor,
-        *,
-        training: bool,
-        targets: Tensor | None = None,
-        replace: Parameters | None = None,
-    ) -> Tensor | None:
-        """Logits [B, T, -1] in float64, by a twin that takes its state from before any pass.
-
-        None only with `targets`, where the model keeps its logits to itself.
-        """
+    def run(self, ids: Tensor, call: Call, replace: Parameters | None = None) -> Answer:
+        """What a twin answers that takes its state from before any pass; logits in float64."""
         private = twin(self.model, replace)
-        if not training:
-            private.eval()
-        elif not private.training:
-            private.train()
+        set_mode(private, call.training)
         self.same_draws()
-        with torch.set_grad_enabled(training):
-            if targets is None:
-                return _logits(private(ids), ids)
-            extra = {"return_logits": True} if "return_logits" in self.accepts else {}
-            out = private(ids, targets=targets, **extra)
-            return _logits(out, ids) if isinstance(out, tuple | list) and out[0] is not None else None
+        with torch.set_grad_enabled(call.training if call.gradients is None else call.gradients):
+            for before in call.earlier:
+                self._ask(private, before, None)
+            self.same_draws()
+            found = self._ask(private, ids, call.targets, logits=call.logits)
+        logits, loss = (None if part is None else part.detach().double() for part in found)
+        return Answer(logits, loss)
 
-    def logits(
-        self,
-        ids: Tensor,
-        *,
-        training: bool,
-        targets: Tensor | None = None,
-        replace: Parameters | None = None,
-    ) -> Tensor:
-        """What `run` gives where it gives something."""
-        found = self.run(ids, training=training, targets=targets, replace=replace)
-        assert found is not None
+    def logits(self, ids: Tensor, call: Call, replace: Parameters | None = None) -> Tensor:
+        """The logits [B, T, -1] of `run`."""
+        found = self.run(ids, call, replace).logits
+        if found is None:
+            raise TypeError(
+                f"the model gave a loss and no logits: return (logits, loss), or make {self.form.targets} optional"
+            )
         return found
+
+    def _ask(
+        self, private: nn.Module, ids: Tensor, targets: Tensor | None, *, logits: bool = False
+    ) -> Answer:
+        out, scored = self._call(private, ids, targets, logits=logits)
+        return answer(out, ids, scored=scored)
+
+    def _call(
+        self, private: nn.Module, ids: Tensor, targets: Tensor | None, *, logits: bool = False
+    ) -> tuple[Any, bool]:
+        """What the model returns, and whether it was given targets."""
+        form, given = self.form, dict[str, Any]()
+        if targets is None and form.needed:
+            targets = torch.zeros_like(ids)
+        if targets is not None and form.targets is not None:
+            given[form.targets] = targets
+            if form.return_logits and logits:
+                given["return_logits"] = True
+        return private(ids, **given), bool(given)
+
+    def _probed(self) -> float:
+        """The coarsest relative rounding among the outputs of the model's modules, in a first pass."""
+        seen = {torch.float64}
+
+        def note(_module: nn.Module, _inputs: Any, out: Any) -> None:
+            parts = out if isinstance(out, tuple | list) else (out,)
+            seen.update(t.dtype for t in parts if isinstance(t, Tensor) and t.is_floating_point())
+
+        private = twin(self.model)
+        set_mode(private, training=False)
+        for module in private.modules():
+            module.register_forward_hook(note)
+        self.same_draws()
+        try:
+            with torch.no_grad():
+                out, scored = self._call(private, self.rows, None)
+        except BakeoffError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise BakeoffError(
+                f"model(ids) fails for ids {tuple(self.rows.shape)} of tokens up to {int(self.rows.max())} "
+                f"({said}): pass ids=, vocab= or length= that it takes"
+            ) from error
+        answer(out, self.rows, scored=scored)
+        steps = [torch.finfo(dtype).eps for dtype in seen]
+        if torch.float32 in seen and self.rows.is_cuda and torch.get_float32_matmul_precision() != "highest":
+            steps.append(2.0**-10)
+        return max(steps)
 
     def same_draws(self) -> None:
         """The next pass draws what every pass draws."""
         torch.clear_autocast_cache()  # the caller's autocast would keep casts of parameters changed since
-        for generator in generators(self.model):
+        for generator in self.generators:
             generator.manual_seed(self.seed)
         random.seed(self.seed)
         np.random.seed(self.seed % 2**32)  # noqa: NPY002 (models draw from the global state)
 
-    def settle(self, ids: Tensor, *, training: bool) -> tuple[Tensor, float]:
+    def settle(self, ids: Tensor, call: Call) -> tuple[Tensor, Rounding]:
         """The outputs that edits are compared with, and the change that rounding explains."""
-        base = self.logits(ids, training=training)
+        base = self.logits(ids, call)
         if base.isnan().any():
             raise BakeoffError(
-                f"the outputs are not finite in {mode_name(training)}, so that causality can't be judged: "
+                f"the outputs are not finite in {mode_name(call.training)}, so that causality can't be judged: "
                 "check the model on these rows, or pass perturb=False"
             )
-        top = base[base.isfinite()].abs().max().item()
-        repeat = change(base, self.logits(ids, training=training)).max().item()
-        if repeat > 0.05 * top:
+        repeat, shaken = self.logits(ids, call), self.logits(ids, call, self.rounded())
+        rounding = Rounding(base, repeat, shaken, self.step + self.floor)
+        if rounding.unsteady:
             raise BakeoffError(
-                f"two equal passes in {mode_name(training)} differ by {repeat:.3g}, outputs reach "
-                f"{top:.3g}: draw random numbers from PyTorch's default generators, so that causality can be "
-                "judged"
+                f"two equal passes in {mode_name(call.training)} differ by {rounding.repeat:.3g}: draw random "
+                "numbers from PyTorch's default generators, so that causality can be judged"
             )
-        shaken = self.logits(ids, training=training, replace=self._rounded())
-        rounding = torch.quantile(change(base, shaken).flatten(), 0.9).item()
-        # Four float32 steps on top: a transform over time is rounded in float32 by the whole row.
-        return base, 3 * rounding + 4 * repeat + (self.step + 2.0**-21) * top
+        return base, rounding
 
-    def _rounded(self) -> dict[str, nn.Parameter]:
+    def rounded(self) -> dict[str, nn.Parameter]:
         """The parameters with relative noise of one rounding step."""
         moved = {}
         for name, p in self.model.named_parameters(remove_duplicate=False):
-            if p.is_floating_point():
-                noise = torch.rand(p.shape, generator=self.draws).to(p.device).mul_(2).sub_(1)
-                shaken = (p.detach() * (1 + self.step * noise)).to(p.dtype)
+            if p.is_floating_point() or p.is_complex():
+                shaken = p.detach().clone()
+                part = _real(shaken)
+                noise = torch.rand(part.shape, generator=self.draws).to(p.device).mul_(2).sub_(1)
+                part.copy_(part * (1 + self.step * noise.double()))
                 moved[name] = nn.Parameter(shaken, p.requires_grad)
         return moved
 
@@ -116,78 +171,46 @@ class Subject:
     @torch.no_grad()
     def perturb(self) -> None:
         """Adds noise to what trains: a quarter of its scale, and enough to open what starts at zero."""
-        kept = [p.clone() for p in self.trainable]
+        parts = [_real(p.detach()) for p in self.trainable]
+        kept = [p.clone() for p in parts]
         for strength in (1.0, 0.25, 0.05):
-            for p, old in zip(self.trainable, kept, strict=True):
+            for p, old in zip(parts, kept, strict=True):
                 finite = old[old.isfinite()]
                 scale = finite.double().square().mean().sqrt().item() if finite.numel() else 0.0
                 floor = 0.25 if p.ndim < 2 else 0.5 * (p.shape[0] / p.numel()) ** 0.5 if p.numel() else 0.0
                 noise = torch.randn(p.shape, generator=self.draws).to(p.device, p.dtype)
                 p.copy_(old + noise * (strength * max(0.25 * scale, floor)))
-            if self.logits(self.rows, training=False).isfinite().any(dim=-1).all():
+            if self.logits(self.rows, Call()).isfinite().any(dim=-1).all():
                 return
-        for p, old in zip(self.trainable, kept, strict=True):
+        for p, old in zip(parts, kept, strict=True):
             p.copy_(old)
 
     def update(self) -> None:
         """One step of training, with a loss of the model's own where it has one."""
-        ids, targets = self.rows[:, :-1], self.rows[:, 1:]
+        ids, targets = self.rows, self.rows.roll(-1, 1)
+        set_mode(self.model, training=True)
         self.same_draws()
-        if not self.model.training:  # else its parts keep modes of their own, such as a frozen BatchNorm's
-            self.model.train()
         with torch.enable_grad():
-            if "targets" in self.accepts:
-                loss = self.model(ids, targets=targets)[1]
-            else:
-                found = _first(self.model(ids))
-                loss = F.cross_entropy(found.flatten(0, -2).float(), targets.flatten() % found.shape[-1])
+            logits, loss = self._ask(self.model, ids, targets if self.form.targets else None)
+            if loss is None:
+                assert logits is not None
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten() % logits.shape[-1])
+            if not loss.requires_grad:
+                return
             gradients = torch.autograd.grad(loss, self.trainable, allow_unused=True)
         with torch.no_grad():
             for p, gradient in zip(self.trainable, gradients, strict=True):
                 if gradient is not None:
-                    p.sub_(gradient.nan_to_num().sign(), alpha=0.01)
+                    dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
+                    _real(p.detach()).sub_(_real(dense).nan_to_num().sign(), alpha=0.01)
 
 
-def change(one: Tensor, other: Tensor) -> Tensor:
-    """Largest |one - other| [B, T] of every position's outputs; a NaN in one of them counts as infinite."""
-    apart = torch.where(one == other, 0.0, (one - other).abs())
-    return apart.amax(dim=-1).nan_to_num(nan=torch.inf, posinf=torch.inf)
+def _real(p: Tensor) -> Tensor:
+    return torch.view_as_real(p) if p.is_complex() else p
 
 
-def _first(out: Any) -> Tensor:
-    found = out[0] if isinstance(out, tuple | list) and out else getattr(out, "logits", out)
-    if not isinstance(found, Tensor):
-        raise TypeError(f"model(ids) gave {type(found).__name__}, expected logits, (logits, ...) or .logits")
-    return found
-
-
-def _logits(out: Any, ids: Tensor) -> Tensor:
-    found = _first(out)
-    if found.shape[:2] != ids.shape:
-        raise ValueError(
-            f"logits have shape {tuple(found.shape)}, expected {(*ids.shape, 'vocab')}: a model that "
-            "says nothing at every position can't be causal"
-        )
-    return found.detach().reshape(*ids.shape, -1).double()
-
-
-def _rounding_step(model: nn.Module, rows: Tensor) -> float:
-    """The coarsest relative rounding among the outputs of the model's modules."""
-    seen = {torch.float64}
-
-    def note(_module: nn.Module, _inputs: Any, out: Any) -> None:
-        parts = out if isinstance(out, tuple | list) else (out,)
-        seen.update(t.dtype for t in parts if isinstance(t, Tensor) and t.is_floating_point())
-
-    private = twin(model).eval()
-    for module in private.modules():
-        module.register_forward_hook(note)
-    with torch.no_grad():
-        private(rows)
-    steps = [torch.finfo(dtype).eps for dtype in seen]
-    if torch.float32 in seen and rows.is_cuda and torch.get_float32_matmul_precision() != "highest":
-        steps.append(2.0**-10)
-    return max(steps)
+def _exact(t: Tensor) -> Tensor:
+    return t.to(torch.complex128) if t.is_complex() else t.double() if t.is_floating_point() else t
 
 
 def mode_name(training: bool) -> str:
