@@ -443,7 +443,9 @@ def test_a_leak_beyond_the_length_needs_a_longer_row() -> None:
         def mix(self, h: Tensor, ids: Tensor) -> Tensor:
             return h.roll(-20, 1) * (torch.arange(h.shape[1]) < h.shape[1] - 20)[:, None]
 
-    assert_causal(Far(), vocab=V, length=16)
+    assert_causal(Far(), vocab=V, length=5)  # and one row of 20
+    with pytest.raises(CausalityError, match="in rows of 64, output"):
+        assert_causal(Far(), vocab=V, length=16)
     with pytest.raises(CausalityError) as caught:
         assert_causal(Far(), vocab=V, length=48)
     assert (caught.value.position, caught.value.ahead) == (0, 20)

@@ -4,6 +4,7 @@ The guard changes tokens and looks at outputs, in the forward direction only, be
 can hide a path and a hard decision has no gradient. It works on a private copy of the model.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -91,8 +92,9 @@ def assert_causal(
         model = model.module
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     module = model if isinstance(model, nn.Module) else Called(model)
-    rows, longer, vocab = token_rows(module, ids, vocab, length, samples, seed)
-    with random_kept(module, rows.device), torch.inference_mode(False), uncompiled():
+    with torch.inference_mode(False), uncompiled(), contextlib.ExitStack() as kept:
+        rows, longer, vocab = token_rows(module, ids, vocab, length, samples, seed)
+        kept.enter_context(random_kept(module, rows.device))
         draws = torch.Generator().manual_seed(seed)
         subject, edits = Subject(module, rows, draws, seed), Edits(rows, vocab, draws)
         perturb = perturb and bool(subject.trainable)

@@ -31,7 +31,7 @@ class Called(nn.Module):
         return self
 
     def forward(self, ids: Tensor) -> Any:
-        return self.function(ids)
+        return self.__dict__["function"](ids)
 
 
 class Form(NamedTuple):
@@ -69,7 +69,7 @@ def answer(out: Any, ids: Tensor, *, scored: bool) -> Answer:
     """Finds the logits and, where targets were given (`scored`), the loss in what a model returned.
 
     Raises:
-        TypeError, ValueError: where there are no logits and, if `scored`, no loss either; says what to return.
+        TypeError, ValueError: without logits and, if `scored`, without a loss, too; says what to return.
     """
     named, parts = _parts(out)
     logits = named.get("logits")
@@ -118,8 +118,8 @@ def _nothing(out: Any, parts: list[Tensor], ids: Tensor) -> Exception:
     if parts:
         return _misshapen(parts[0], ids)
     return TypeError(
-        f"model(ids) gave {_described(out)}, expected logits [B, T, vocab]: alone, in a tuple, in a dict or as "
-        f".logits; return them, {_WRAP}"
+        f"model(ids) gave {_described(out)}, expected logits [B, T, vocab]: alone, in a tuple, in a dict or "
+        f"as .logits; return them, {_WRAP}"
     )
 
 

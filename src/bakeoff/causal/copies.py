@@ -6,7 +6,7 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ def _deepcopy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for name, value in vars(module).items():
             empty = type(value) in (dict, OrderedDict) and not value
             shell.__dict__[name] = type(value)() if empty else copy.deepcopy(value, memo)
-    return cast(nn.Module, copy.deepcopy(model, memo))
+    return copy.deepcopy(model, memo)
 
 
 _COPYING = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__slots__")

@@ -35,7 +35,8 @@ def compare_decode(subject: Subject) -> None:
     if ratio > 1 and (note := confirmed(subject, ratio, look)) is not None:
         position = int((change.ratio > 1).any(dim=0).nonzero()[0])
         raise CausalityError(
-            f"decoding differs from the whole pass at position {position} (prompt of {subject.rows.shape[1] // 2})",
+            f"decoding differs from the whole pass at position {position} (prompt of "
+            f"{subject.rows.shape[1] // 2})",
             position=position, ahead=0, size=size, tolerance=tolerance, note=note,
         )  # fmt: skip
 
@@ -78,7 +79,12 @@ def _decoded(subject: Subject, rounding: Rounding | None = None) -> tuple[Change
 
 def _generates(generate: Callable[..., Any]) -> bool:
     """Whether it is ``generate(prompt, max_new, temperature=0.0)``; others have settings of their own."""
-    return {"max_new", "temperature"} <= inspect.signature(generate).parameters.keys()
+    signature = inspect.signature(generate)
+    try:
+        signature.bind(None, None, temperature=0.0)
+    except TypeError:
+        return False
+    return "max_new" in signature.parameters
 
 
 def _recording(decode: Callable[..., Any], pieces: list[Any]) -> Callable[..., Any]:

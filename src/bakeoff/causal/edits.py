@@ -28,7 +28,7 @@ def token_rows(
     else:
         if ids.ndim != 2 or ids.is_floating_point() or ids.shape[0] < 1 or ids.shape[1] < 2:
             raise ValueError(f"ids are {ids.dtype} {tuple(ids.shape)}, expected integers [B >= 1, T >= 2]")
-        wide = ids[:samples].long().cpu()
+        wide = ids[:samples].long().cpu().clone()
         least, most = int(wide.min()), int(wide.max())
         if least < 0 or most >= vocab:
             held = least if least < 0 else most
@@ -43,7 +43,7 @@ def token_rows(
 
 
 def _vocab(model: nn.Module) -> int:
-    """By the configuration; else by the first embedding that a linear layer matches, or the first; else 256."""
+    """By the configuration; else the first embedding as large as a linear layer, or the first; else 256."""
     for place in (getattr(model, "config", None), model):
         for name in ("vocab", "vocab_size", "n_vocab", "num_tokens"):
             if isinstance(found := getattr(place, name, None), int):
@@ -113,8 +113,8 @@ class Edits:
         return torch.where(places >= cuts[:, None], new, rows)
 
     def places(self, *, few: bool = False) -> Tensor:
-        """All places but the first; in longer rows the multiples of a power of two: beyond 512 tokens, or where
-        there would be more than 32 if they are to be `few`."""
+        """All places but the first; in longer rows the multiples of a power of two: beyond 512 tokens, or so
+        that there are at most 32 where they are to be `few`."""
         length, step = self.rows.shape[1], 1
         while (length - 1) // step > (_FEW if few else max(_PLACES, _TOKENS // length)):
             step *= 2

@@ -1,5 +1,6 @@
 """The model under trial: its answers, what rounding does to them, and how it is shaken and trained."""
 
+import contextlib
 import copy
 import random
 from collections.abc import Sequence
@@ -10,13 +11,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bakeoff.causal.answers import Answer, answer, form_of
+from bakeoff.causal.answers import Answer, Called, answer, form_of
 from bakeoff.causal.copies import Parameters, copied, generators, set_mode, twin
 from bakeoff.causal.rounding import Rounding
 from bakeoff.errors import BakeoffError
 
-__all__ = ["Call", "Subject", "mode_name"]
+__all__ = ["Call", "Computed", "Subject", "mode_name"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,22 @@ class Call:
     targets: Tensor | None = None
     logits: bool = True
     earlier: Sequence[Tensor] = ()
+
+
+class Computed(TorchDispatchMode):
+    """Notes the floating types of all that is computed; single numbers aside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        parts = [t for t in (out if isinstance(out, tuple | list) else (out,)) if isinstance(t, Tensor)]
+        self.dtypes |= {t.dtype for t in parts if t.numel() > 1 and (t.is_floating_point() or t.is_complex())}
+        return out
 
 
 class Subject:
@@ -76,7 +94,8 @@ class Subject:
         found = self.run(ids, call, replace).logits
         if found is None:
             raise TypeError(
-                f"the model gave a loss and no logits: return (logits, loss), or make {self.form.targets} optional"
+                f"the model gave a loss and no logits, expected (logits, loss): return both, or make "
+                f"{self.form.targets} optional and return logits without"
             )
         return found
 
@@ -100,7 +119,8 @@ class Subject:
         return private(ids, **given), bool(given)
 
     def _probed(self) -> float:
-        """The coarsest relative rounding among the outputs of the model's modules, in a first pass."""
+        """The coarsest relative rounding among the outputs of the model's modules (of all that a function
+        computes), in a first pass."""
         seen = {torch.float64}
 
         def note(_module: nn.Module, _inputs: Any, out: Any) -> None:
@@ -110,10 +130,11 @@ class Subject:
         private = twin(self.model)
         set_mode(private, training=False)
         for module in private.modules():
-            module.register_forward_hook(note)
+            with contextlib.suppress(RuntimeError):  # a scripted one takes no hook
+                module.register_forward_hook(note)
         self.same_draws()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), Computed() as computed:
                 out, scored = self._call(private, self.rows, None)
         except BakeoffError:
             raise
@@ -123,7 +144,9 @@ class Subject:
                 f"model(ids) fails for ids {tuple(self.rows.shape)} of tokens up to {int(self.rows.max())} "
                 f"({said}): pass ids=, vocab= or length= that it takes"
             ) from error
-        answer(out, self.rows, scored=scored)
+        found = answer(out, self.rows, scored=scored)
+        note(private, None, found)
+        seen |= computed.dtypes if isinstance(self.model, Called) else set()
         steps = [torch.finfo(dtype).eps for dtype in seen]
         if torch.float32 in seen and self.rows.is_cuda and torch.get_float32_matmul_precision() != "highest":
             steps.append(2.0**-10)
@@ -142,15 +165,15 @@ class Subject:
         base = self.logits(ids, call)
         if base.isnan().any():
             raise BakeoffError(
-                f"the outputs are not finite in {mode_name(call.training)}, so that causality can't be judged: "
-                "check the model on these rows, or pass perturb=False"
+                f"the outputs are not finite in {mode_name(call.training)}, so that causality can't be "
+                "judged: check the model on these rows, or pass perturb=False"
             )
         repeat, shaken = self.logits(ids, call), self.logits(ids, call, self.rounded())
         rounding = Rounding(base, repeat, shaken, self.step + self.floor)
         if rounding.unsteady:
             raise BakeoffError(
-                f"two equal passes in {mode_name(call.training)} differ by {rounding.repeat:.3g}: draw random "
-                "numbers from PyTorch's default generators, so that causality can be judged"
+                f"two equal passes in {mode_name(call.training)} differ by {rounding.repeat:.3g}: draw "
+                "random numbers from PyTorch's default generators, so that causality can be judged"
             )
         return base, rounding
 
