@@ -24,8 +24,12 @@ def test_a_leak_is_found_and_named(animal: Animal) -> None:
     for seed in range(2):
         with pytest.raises(CausalityError, match=animal.says) as caught:
             attempt(animal, "cpu", seed)
-        assert caught.value.size > caught.value.tolerance > 0
-        assert f"{caught.value.size:.3g}" in str(caught.value)
+        found, (position, ahead) = caught.value, animal.at
+        assert found.size > found.tolerance > 0
+        assert f"{found.size:.3g}" in str(found)
+        assert f"{found.tolerance:.3g}" in str(found)
+        assert position in (None, found.position)
+        assert ahead in (None, found.ahead)
 
 
 @pytest.mark.parametrize("animal", HONEST, ids=lambda animal: animal.name)

@@ -36,31 +36,37 @@ def assert_causal(
     """Raises `CausalityError` unless output t depends on tokens 0..t of its own row alone.
 
     For edits of the tokens from a cut on, |f(edited)[t] - f(ids)[t]| <= tolerance for all t before the cut.
-    Whole suffixes are replaced and single tokens, by uniform tokens, tokens of `ids` and one constant, at
+    Whole suffixes are replaced and single tokens, by uniform tokens, tokens of `ids`, 0 and `vocab` - 1, at
     cuts spread over the row. Right behind a cut come the 3 * `samples` most frequent tokens in turn, so that
     a hard gate on one of them as the next token shows; one on a rarer token shows by chance. All this in
     evaluation and in training mode, with equal random draws (dropout then drops the same elements); batch
-    statistics in training mode are a leak, and found. Further: a row must not see other rows; logits must not
-    see the targets, where the model returns logits beside a loss; and decoding must equal the whole pass.
+    statistics in training mode are a leak, and found. Further: a row must not see other rows; neither logits
+    nor loss may see what they must not where targets are given; the same must hold for a row alone, for
+    shorter rows and a longer one, in a second call and in a float64 copy; the outputs must not know how long
+    their row is, or what an earlier call held; and decoding must equal the whole pass. docs/leak-guard.md
+    says what this proves and what it can't.
 
     The cuts are few, so that a leak of few outputs, such as the last ones of chunks that take in the next
-    chunk's first token, would show in these by chance. Therefore in evaluation mode (after the update, where
-    there is one) single tokens are changed, too, at one place after the other, in passes of at most four
-    times the rows: with up to 512 tokens to a row every output that any change of the next token moves is
-    certain to show. In longer rows the places are the multiples of s, the least power of two that leaves at
-    most max(64, 2^18 / T) of them: 4 at T=1024, 16 at 2048, 64 at 4096. A leak at the ends of chunks of c
+    chunk's first token, would show in these by chance. Therefore (after the update, where there is one) single
+    tokens are changed, too, at one place after the other, in passes of at most four times the rows: with up to
+    512 tokens to a row every output that any change of the next token moves is certain to show. In longer
+    rows the places are the multiples of s, the least power of two that leaves at most max(64, 2^18 / T) of
+    them: 4 at T=1024, 16 at 2048, 64 at 4096; in training mode at most 32. A leak at the ends of chunks of c
     tokens is then certain to show where a common multiple of c and s is below T, hence for every c < T / s
-    and every power of two below T. By chance show other leaks of few outputs: in training mode alone, or by a
-    hard decision on the next token.
+    and every power of two below T. By chance show other leaks of few outputs, and those by a hard decision on
+    the next token.
 
     Args:
-        model: ``model(ids)`` gives logits [B, T, ...], alone or first in a tuple, or as ``.logits``. It is
-            taken as it is, in the caller's autocast; compiled regions run uncompiled. It is copied once,
-            and then in parts: it, its gradients, its buffers and all random states stay untouched.
+        model: ``model(ids)`` gives logits [B, T, ...], alone, in a tuple, in a dict or as ``.logits``; targets,
+            where it takes them, are its ``targets=`` or ``labels=``. It is taken as it is, in the caller's
+            autocast; compiled regions run uncompiled. It is copied once, and then in parts: it, its gradients,
+            its buffers and all random states stay untouched. What can't be copied, such as a lock, is shared. A
+            function of ids is tried as it is, without `perturb` and without a float64 copy.
         ids: [B, T] integer rows of real tokens, T >= 2, B >= 1. By default drawn at random.
-        vocab: tokens are 0..vocab-1; by default ``model.config.vocab``, else 256.
-        length: positions used of each row; by default all of `ids`, or 64 (at most
-            ``model.config.max_seq_len``) drawn. A leak inside segments needs a length of several segments.
+        vocab: tokens are 0..vocab-1; by default ``model.config.vocab`` or ``vocab_size``, else the size of
+            the embedding, else 256.
+        length: positions used of each row; by default all of `ids`, or 64 (at most ``config.max_seq_len``)
+            drawn. One row has up to four times as many. A leak inside segments needs several segments.
         samples: rows used.
         perturb: add noise to the trainable parameters and, after that check, make one update (signs of the
             gradient, times 0.01) and check again: this opens gates and projections that start at zero, and
@@ -70,13 +76,14 @@ def assert_causal(
             token chosen must be the whole pass's likeliest).
         seed: of all draws.
 
-    The tolerance is 3 times what relative noise of one rounding step in the parameters does to the outputs
-    (90th percentile over positions), plus 4 times the difference of two equal passes, plus a rounding step
-    of the largest output, and twice that for decoding. A rounding step is that of the coarsest floating
-    type among the outputs of the model's modules (tf32 for float32 matrices where it is allowed), so that
-    the test is sharpest in float32. There a change beyond the tolerance must also show in a float64 copy, or
-    it counts as rounding that a transform spreads over the row; but not if it exceeds 64 tolerances, if the
-    copy fails, or if it goes away where the ops run plain PyTorch.
+    The tolerance of a column of the logits is 3 times what relative noise of one rounding step in the
+    parameters does to it and to all smaller columns (90th percentile over positions), plus 4 times the
+    difference of two equal passes, plus a rounding step of its largest output, and twice that for decoding
+    and for the outputs of cut rows. A rounding step is that of the coarsest floating type among the outputs
+    of the model's modules (tf32 for float32 matrices where it is allowed), so that the test is sharpest in
+    float32. There a change beyond the tolerance must also show in a float64 copy, or it counts as rounding
+    that a transform spreads over the row; but not if it exceeds 64 tolerances, if the copy fails, or if it
+    goes away where the ops run plain PyTorch.
 
     Raises:
         CausalityError: with the first leaking position, how far ahead it sees, the size and the tolerance,

@@ -61,13 +61,17 @@ def lower(h: Tensor, diagonal: int = 0) -> Tensor:
 
 @dataclass
 class Animal:
-    """A model, how it is tried, and what the guard must say of it."""
+    """A model, how it is tried, and what the guard must say of it.
+
+    `at` is the first position and how far it sees, where they are certain.
+    """
 
     build: type[nn.Module]
     says: str = "sees its future"
     length: int = T
     settings: dict[str, Any] = field(default_factory=dict)
     autocast: bool = False
+    at: tuple[int | None, int | None] = (None, None)
 
     @property
     def name(self) -> str:
@@ -78,5 +82,8 @@ def attempt(animal: Animal, device: str, seed: int) -> None:
     """The guard on `animal`, with rows as real text has them: one token in five is a newline."""
     torch.manual_seed(seed)
     ids = torch.randint(V, (4, animal.length)).where(torch.rand(4, animal.length) < 0.8, 10)
+    model = animal.build().to(device)
+    if seed % 2:
+        model.eval()
     with torch.autocast(device, dtype=torch.bfloat16, enabled=animal.autocast):
-        assert_causal(animal.build().to(device), ids.to(device), vocab=V, seed=seed, **animal.settings)
+        assert_causal(model, ids.to(device), vocab=V, seed=seed, **animal.settings)

@@ -24,7 +24,7 @@ def leak(says: str = "sees its future", **how: Any) -> Callable[[type[nn.Module]
 
 
 # ------------------------------------------------------------------------------ attention and its masks
-@leak()
+@leak(at=(0, 1))
 class MaskOffByOne(Body):
     """A causal mask whose diagonal is one too far."""
 
@@ -32,7 +32,7 @@ class MaskOffByOne(Body):
         return attend(h, lower(h, 1))
 
 
-@leak()
+@leak(at=(0, T - 1))
 class NoMask(Body):
     def mix(self, h: Tensor, ids: Tensor) -> Tensor:
         return attend(h, None)
@@ -94,15 +94,15 @@ class CountOfPadding(Body):
 
 
 # ---------------------------------------------------------------------- convolutions, scans, transforms
-@leak()
+@leak(at=(0, T - 1))
 class Fourier(Body):
     """FNet's real part of the Fourier transform over time."""
 
     def mix(self, h: Tensor, ids: Tensor) -> Tensor:
-        return torch.fft.fft(h.float(), dim=1).real / h.shape[1] ** 0.5
+        return torch.fft.fft(h, dim=1).real / h.shape[1] ** 0.5
 
 
-@leak()
+@leak(at=(0, T - 1))
 class CircularConvolution(Body):
     """A long filter by FFT without padding: the end of the row comes round to its beginning."""
 
@@ -114,7 +114,7 @@ class CircularConvolution(Body):
         return torch.fft.irfft(torch.fft.rfft(h, dim=1) * spectrum, n=h.shape[1], dim=1)
 
 
-@leak()
+@leak(at=(0, T - 1))
 class PaddingOneShort(Body):
     """The same with room for all but the last: only the row's end comes round, to output 0."""
 
@@ -127,7 +127,7 @@ class PaddingOneShort(Body):
         return torch.fft.irfft(torch.fft.rfft(h, n=n, dim=1) * spectrum, n=n, dim=1)[:, : h.shape[1]]
 
 
-@leak()
+@leak(at=(0, 1))
 class SamePadding(Body):
     def build(self) -> None:
         self.conv = nn.Conv1d(D, D, 3, padding=1)
@@ -153,13 +153,13 @@ class BothDirections(Body):
         return self.rnn(h)[0]
 
 
-@leak()
+@leak(at=(0, T - 1))
 class SumFromTheEnd(Body):
     def mix(self, h: Tensor, ids: Tensor) -> Tensor:
         return h.flip(1).cumsum(1).flip(1)
 
 
-@leak()
+@leak(at=(0, 7))
 class Segments(Body):
     """Segments of 8: each output sees all of its own."""
 
@@ -203,7 +203,7 @@ class ChunkEndInTraining(ChunkEnd):
         return super().mix(h, ids) * self.training
 
 
-@leak()
+@leak(at=(T - 2, 1))
 class LastButOne(Body):
     """Only the last output but one sees the last token."""
 
@@ -212,7 +212,7 @@ class LastButOne(Body):
 
 
 # --------------------------------------------------------------------------- statistics over the row
-@leak("training mode, with perturbed parameters, output 0 sees")
+@leak("training mode, with perturbed parameters, output 0 sees", at=(0, T - 1))
 class BatchNorm(Body):
     """Statistics over batch and time while training."""
 
@@ -247,7 +247,7 @@ class Standardised(Body):
         return (h - h.mean()) / h.std()
 
 
-@leak()
+@leak(at=(0, T - 1))
 class MeanGate(Body):
     """A gate computed from the mean over all time."""
 
@@ -288,7 +288,7 @@ class DistinctTokens(Body):
 
 
 # ------------------------------------------------------------------------- hard decisions, hidden paths
-@leak()
+@leak(at=(None, 1))
 class ArgmaxGate(Body):
     """A hard decision on the next token's embedding: no gradient shows it."""
 
@@ -296,7 +296,7 @@ class ArgmaxGate(Body):
         return h * (following(h).argmax(dim=-1) < D // 2)[..., None]
 
 
-@leak()
+@leak(at=(None, 1))
 class ThresholdGate(Body):
     """A hard decision on the next token's number."""
 
@@ -304,7 +304,7 @@ class ThresholdGate(Body):
         return h * (following(ids) >= V // 2)[..., None]
 
 
-@leak()
+@leak(at=(None, 1))
 class NewlineGate(Body):
     """Opens before one frequent token only."""
 
@@ -312,7 +312,7 @@ class NewlineGate(Body):
         return h * (following(ids) == 10)[..., None]
 
 
-@leak()
+@leak(at=(0, 1))
 class HiddenPath(Body):
     """Looks ahead in forward, and has a backward that denies it."""
 
@@ -345,7 +345,7 @@ class Checkpointed(Body):
         return checkpoint(following, h, use_reentrant=False)
 
 
-@leak()
+@leak(at=(0, T - 1))
 class ClosedGate(Body):
     """A path to the future behind a factor that starts at zero."""
 
@@ -356,7 +356,7 @@ class ClosedGate(Body):
         return self.open * h.flip(1)
 
 
-@leak()
+@leak(at=(0, 2))
 class ClosedProjection(Body):
     """The same behind a projection of zeros, as residual branches begin."""
 
@@ -379,7 +379,7 @@ class TwiceClosed(Body):
         return self.one * self.other * h.flip(1)
 
 
-@leak("after one update, output 0 sees")
+@leak("after one update, output 0 sees", at=(0, T - 1))
 class LeaksAfterTraining(Body):
     """A mixer that is switched on by the first training pass."""
 
@@ -504,7 +504,7 @@ class DistanceModuloLength(Body):
 
 
 # ------------------------------------------------------------------------------------ other rows, other calls
-@leak("changes with the other rows of its batch")
+@leak("changes with the other rows of its batch", at=(0, 0))
 class Neighbour(Body):
     """Sees the same position of the row before it in the batch."""
 
@@ -512,7 +512,7 @@ class Neighbour(Body):
         return h.roll(1, 0)
 
 
-@leak("changes with the other rows of its batch")
+@leak("changes with the other rows of its batch", at=(0, 0))
 class NeighboursFirst(Body):
     """Sees how the row before it begins, which no edit of a suffix changes."""
 
@@ -520,7 +520,7 @@ class NeighboursFirst(Body):
         return h[:, :1].roll(1, 0).expand_as(h)
 
 
-@leak("changes with the other rows of its batch")
+@leak("changes with the other rows of its batch", at=(0, 0))
 class EarlierRows(Body):
     """Rows see how the rows before them begin; the first sees none."""
 
@@ -537,7 +537,7 @@ class LastRowAlone(Body):
         return (h[:1, :1] * last[:, None, None]).expand_as(h) * (len(h) > 1)
 
 
-@leak("an earlier call")
+@leak("an earlier call", at=(0, 0))
 class CacheKept(Body):
     """A summary of the row before stays for the next call."""
 
@@ -673,7 +673,7 @@ class Scored(Body):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-@leak("changes with the targets")
+@leak("changes with the targets", at=(0, 0))
 class SeesTargets(Scored):
     """Logits made with the answers in hand."""
 
