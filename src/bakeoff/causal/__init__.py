@@ -49,19 +49,20 @@ def assert_causal(
     The cuts are few, so that a leak of few outputs, such as the last ones of chunks that take in the next
     chunk's first token, would show in these by chance. Therefore (after the update, where there is one)
     single tokens are changed, too, at one place after the other, in passes of at most four times the rows:
-    with up to 512 tokens to a row every output that any change of the next token moves is certain to show. In
-    longer rows the places are the multiples of s, the least power of two that leaves at most max(64, 2^18 / T) of
-    them: 4 at T=1024, 16 at 2048, 64 at 4096; in training mode at most 32. A leak at the ends of chunks of c
-    tokens is then certain to show where a common multiple of c and s is below T, hence for every c < T / s
-    and every power of two below T. By chance show other leaks of few outputs, and those by a hard decision on
-    the next token.
+    with up to 512 tokens to a row every output that any change of the next token moves is certain to show.
+    In longer rows the places are the multiples of s, the least power of two that leaves at most max(64,
+    2^18 / T) of them: 4 at T=1024, 16 at 2048, 64 at 4096; in training mode at most 32. A leak at the ends
+    of chunks of c tokens is then certain to show where a common multiple of c and s is below T, hence for
+    every c < T / s and every power of two below T. By chance show other leaks of few outputs, and those by
+    a hard decision on the next token.
 
     Args:
-        model: ``model(ids)`` gives logits [B, T, ...], alone, in a tuple, in a dict or as ``.logits``; targets,
-            where it takes them, are its ``targets=`` or ``labels=``. It is taken as it is, in the caller's
-            autocast; compiled regions run uncompiled. It is copied once, and then in parts: it, its gradients,
-            its buffers and all random states stay untouched. What can't be copied, such as a lock, is shared. A
-            function of ids is tried as it is, without `perturb` and without a float64 copy.
+        model: ``model(ids)`` gives logits [B, T, ...], alone, in a tuple, in a dict or as ``.logits``;
+            targets, where it takes them, are its ``targets=`` or ``labels=``. It is taken as it is, in the
+            caller's autocast; compiled regions run uncompiled. It is copied once, and then in parts: it,
+            its gradients, its buffers and all random states stay untouched. What can't be copied, such as a
+            lock, is shared. A function of ids is tried as it is, without `perturb` and without a float64
+            copy.
         ids: [B, T] integer rows of real tokens, T >= 2, B >= 1. By default drawn at random.
         vocab: tokens are 0..vocab-1; by default ``model.config.vocab`` or ``vocab_size``, else the size of
             the embedding, else 256.
