@@ -120,7 +120,7 @@ class Subject:
 
     def _probed(self) -> float:
         """The coarsest relative rounding among the outputs of the model's modules (of all that a function
-        computes), in a first pass."""
+        computes), in a first pass; models that say less without targets get them from here on."""
         seen = {torch.float64}
 
         def note(_module: nn.Module, _inputs: Any, out: Any) -> None:
@@ -132,6 +132,22 @@ class Subject:
         for module in private.modules():
             with contextlib.suppress(RuntimeError):  # a scripted one takes no hook
                 module.register_forward_hook(note)
+        try:
+            found, dtypes = self._tried(private)
+        except (TypeError, ValueError):
+            if self.form.targets is None or self.form.needed:
+                raise
+            self.form = self.form._replace(needed=True)
+            found, dtypes = self._tried(private)
+        note(private, None, found)
+        seen |= dtypes if isinstance(self.model, Called) else set()
+        steps = [torch.finfo(dtype).eps for dtype in seen]
+        if torch.float32 in seen and self.rows.is_cuda and torch.get_float32_matmul_precision() != "highest":
+            steps.append(2.0**-10)
+        return max(steps)
+
+    def _tried(self, private: nn.Module) -> tuple[Answer, set[torch.dtype]]:
+        """The answer of a first pass, and the floating types computed in it."""
         self.same_draws()
         try:
             with torch.no_grad(), Computed() as computed:
@@ -144,13 +160,7 @@ class Subject:
                 f"model(ids) fails for ids {tuple(self.rows.shape)} of tokens up to {int(self.rows.max())} "
                 f"({said}): pass ids=, vocab= or length= that it takes"
             ) from error
-        found = answer(out, self.rows, scored=scored)
-        note(private, None, found)
-        seen |= computed.dtypes if isinstance(self.model, Called) else set()
-        steps = [torch.finfo(dtype).eps for dtype in seen]
-        if torch.float32 in seen and self.rows.is_cuda and torch.get_float32_matmul_precision() != "highest":
-            steps.append(2.0**-10)
-        return max(steps)
+        return answer(out, self.rows, scored=scored), computed.dtypes
 
     def same_draws(self) -> None:
         """The next pass draws what every pass draws."""

@@ -536,6 +536,14 @@ class LossBeforeLogits(Scored):
 
 
 @honest()
+class LastAloneUnlessScored(Scored):
+    """Gives the logits of the last position alone, but all of them beside a loss."""
+
+    def answer(self, logits: Tensor, loss: Tensor | None) -> Any:
+        return (logits[:, -1:], None) if loss is None else (logits, loss)
+
+
+@honest()
 class Balanced(LossAloneIfAsked):
     """A loss alone with terms of its own: smoothed labels, log Z squared, the balance of a router."""
 

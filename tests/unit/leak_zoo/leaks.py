@@ -738,6 +738,15 @@ class LossBesideNone(LossAlone):
         return (super().forward(ids), None) if targets is None else (None, super().forward(ids, targets))
 
 
+@leak()
+class LastAloneUnlessScored(OtherTrainingPath):
+    """Gives the logits of the last position alone, but all of them beside a loss."""
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Any:
+        logits, loss = super().forward(ids, targets)
+        return (logits[:, -1:], None) if loss is None else (logits, loss)
+
+
 @leak("its loss")
 class WeighedByTheFuture(Body):
     """Each position's loss is weighed by the embedding of the token after it."""
