@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bakeoff.causal.answers import Called
 from bakeoff.causal.checks import CausalityError, Trial, check_targets
 from bakeoff.causal.circumstances import check_alone, check_earlier_calls, check_exactly, check_lengths
-from bakeoff.causal.copies import random_kept, uncompiled
+from bakeoff.causal.copies import random_kept, seeded_dropout, uncompiled
 from bakeoff.causal.decode import compare_decode
 from bakeoff.causal.edits import Edits, token_rows
 from bakeoff.causal.subject import Subject
@@ -100,7 +100,7 @@ def assert_causal(
         model = model.module
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     module = model if isinstance(model, nn.Module) else Called(model)
-    with torch.inference_mode(False), uncompiled(), contextlib.ExitStack() as kept:
+    with torch.inference_mode(False), uncompiled(), seeded_dropout(module), contextlib.ExitStack() as kept:
         rows, longer, vocab = token_rows(module, ids, vocab, length, samples, seed)
         kept.enter_context(random_kept(module, rows.device))
         draws = torch.Generator().manual_seed(seed)

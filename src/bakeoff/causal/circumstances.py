@@ -61,7 +61,8 @@ def _check_length(trial: Trial, rows: Tensor, whole: Tensor | None) -> None:
         )
         return ratio, size
 
-    if (note := confirmed(trial.subject, change.worst(where)[2], look)) is not None:
+    note = confirmed(trial.subject, change.worst(where)[2], look, same_shape=False)
+    if note is not None:
         position = int((change.ratio > 1).any(dim=0).nonzero()[0])
         message = (
             f"output {position} changes with the length of its row ({trial.rows.shape[1]}, then {length})"

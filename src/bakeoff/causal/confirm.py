@@ -21,20 +21,22 @@ __all__ = ["FINEST", "computes_in_float64", "confirmed", "exactly"]
 
 FINEST = 2.0**-20  # steps above it are not float32's
 _STAYS = 0.01  # part of a change that stays in float64 only if it is a leak: rounding shrinks by 2^29
+_LOOSE = 2**12  # tolerances that another kernel's precision can exceed: tf32's step is 2^13 of float32's
 _MOST = 64  # tolerances that rounding can exceed: strongly perturbed models reach 5
 
 Look = Callable[[Subject], tuple[float, float]]
 
 
-def confirmed(subject: Subject, ratio: float, look: Look) -> str | None:
+def confirmed(subject: Subject, ratio: float, look: Look, *, same_shape: bool = True) -> str | None:
     """What to add to the report of an alarm, a change `ratio` times what rounding explains; None where the
     alarm is false.
 
     ``look(subject)`` gives the change again: its ratio and its size. False alarms are those of float32 that a
     float64 copy on plain PyTorch doesn't see, while plain PyTorch does in float32: what goes with a kernel is
-    the kernel's leak.
+    the kernel's leak. Where the shapes compared differ, so do the kernels and their precision: then all that
+    float64 denies is a false alarm, of any type.
     """
-    if subject.step > FINEST:
+    if subject.step > FINEST and same_shape:
         return ""
     if isinstance(subject.model, Called):  # which has no float64 copy
         return None if ratio <= _MOST else ""
@@ -43,9 +45,13 @@ def confirmed(subject: Subject, ratio: float, look: Look) -> str | None:
         with exactly(subject, ran) as exact:
             stays, size = look(exact)
     except Exception as error:  # noqa: BLE001 (a model may raise anything in another dtype)
+        if not same_shape and ratio <= _LOOSE:
+            return None
         return f"; its float64 copy, to tell a leak from rounding, fails: {type(error).__name__}: {error}"
     if stays > _STAYS * ratio:
         return ""
+    if not same_shape:
+        return None
     note = f"; its float64 copy changes by {size:.3g}, so this is float32's own"
     kernels = ran - _plain(ran).items()
     if ratio <= _MOST:

@@ -12,7 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Parameters", "copied", "device_of", "generators", "random_kept", "set_mode", "twin", "uncompiled"]
+__all__ = [
+    "Parameters",
+    "copied",
+    "device_of",
+    "generators",
+    "random_kept",
+    "seeded_dropout",
+    "set_mode",
+    "twin",
+    "uncompiled",
+]
 
 Parameters = dict[str, nn.Parameter]
 
@@ -130,6 +140,18 @@ def random_kept(model: nn.Module, device: torch.device | None = None) -> Iterato
         random.setstate(python)
         np.random.set_state(array)  # noqa: NPY002
         torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def seeded_dropout(model: nn.Module) -> Iterator[None]:
+    """cuDNN's recurrent layers drop by a state of their own, which no seed resets; PyTorch's follow the seed."""
+    drops = any(isinstance(part, nn.RNNBase) and part.dropout > 0 for part in model.modules())
+    enabled = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = enabled and not drops
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = enabled
 
 
 @contextlib.contextmanager
