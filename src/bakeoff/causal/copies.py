@@ -144,7 +144,7 @@ def random_kept(model: nn.Module, device: torch.device | None = None) -> Iterato
 
 @contextlib.contextmanager
 def seeded_dropout(model: nn.Module) -> Iterator[None]:
-    """cuDNN's recurrent layers drop by a state of their own, which no seed resets; PyTorch's follow the seed."""
+    """cuDNN's recurrent layers drop by a state that no seed resets; PyTorch's follow the seed."""
     drops = any(isinstance(part, nn.RNNBase) and part.dropout > 0 for part in model.modules())
     enabled = torch.backends.cudnn.enabled
     torch.backends.cudnn.enabled = enabled and not drops
