@@ -1,7 +1,6 @@
 """LongNetLM: causality, reach, decoding, training. ImageLongNet: places, orders. What both refuse."""
 
 import io
-import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from bakeoff.apps.train.config import Config as RunConfig
 from bakeoff.apps.train.config import ConfigError
 from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.models.longnet import SIZES, Cache, Config, ImageConfig, ImageLongNet, LongNetLM
+from tests.unit.language_models import check_blind_guess, check_gradients, check_loss, moved
 
 SMALL: dict[str, Any] = {
     "d_model": 16, "layers": 2, "heads": 2, "segments": (4, 8, 64), "rates": (1, 2, 4), "max_seq_len": 40,
@@ -33,13 +33,9 @@ EVERY = pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
 
 
 def perturbed(dtype: torch.dtype = torch.float64, **changes: Any) -> LongNetLM:
-    """A small model whose weights are far from their start, where residual branches hardly matter."""
+    """A small model whose weights are far from their start."""
     torch.manual_seed(0)
-    model = LongNetLM(Config(**{**SMALL, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model.to(dtype)
+    return moved(LongNetLM(Config(**{**SMALL, **changes})), dtype)
 
 
 @EVERY
@@ -48,23 +44,12 @@ def test_shapes_loss_and_a_gradient_for_every_parameter(changes: dict[str, Any])
     ids = torch.randint(256, (3, 19))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of unreachable tokens: the layers together reach all
-        logits, none = model(ids)
-    assert logits.shape == (3, 19, 256)
-    assert none is None
-    hidden, loss = model(ids, ids.roll(-1, 1))
-    assert hidden is None
-    assert loss.dtype == torch.float32
-    expected = -logits.log_softmax(-1).gather(-1, ids.roll(-1, 1)[..., None]).mean()
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()]
-    assert without == []
+        loss = check_loss(model, ids)
+    check_gradients(model, loss)
 
 
 def test_untrained_loss_is_that_of_a_blind_guess() -> None:
-    model = LongNetLM(Config.sizes("tiny"))
-    _, loss = model(torch.randint(256, (2, 80)), torch.randint(256, (2, 80)))
-    assert loss.item() == pytest.approx(math.log(256), abs=0.15)
+    check_blind_guess(LongNetLM(Config.sizes("tiny")))
 
 
 # causality ------------------------------------------------------------------------------------------------
@@ -394,9 +379,7 @@ def test_images_have_logits_a_loss_and_gradients(changes: dict[str, Any]) -> Non
     hidden, loss = model(images, targets)
     assert hidden is None
     torch.testing.assert_close(loss, -logits.log_softmax(-1).gather(-1, targets[..., None]).mean())
-    loss.backward()
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()]
-    assert without == []
+    check_gradients(model, loss)
 
 
 @EVERY_IMAGE

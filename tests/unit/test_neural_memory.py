@@ -26,7 +26,7 @@ EVERY = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 def perturbed(**form: Any) -> NeuralMemory:
     """In float64, with weights far from their start and large rates."""
     torch.manual_seed(0)
-    memory = NeuralMemory(16, heads=2, chunk=4, max_lr=4.0, **form).double()
+    memory = NeuralMemory(16, heads=2, chunk=4, max_lr=0.9, **form).double()
     with torch.no_grad():
         for parameter in memory.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -44,7 +44,7 @@ def recurrence(module: NeuralMemory, x: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(projected.mT, (3, 0))
     qkv = torch.nn.functional.conv1d(padded, module.qkv.short[:, None], groups=3 * module.dim).mT
     q, k, v = torch.nn.functional.silu(qkv).unflatten(-1, (3, h, E)).unbind(2)
-    q, k = (x / (x.square().sum(-1, keepdim=True) + E * 1e-6).sqrt() for x in (q, k))
+    q, k = (3 * x / (x.square().sum(-1, keepdim=True) + E * 1e-6).sqrt() for x in (q, k))
     raw = module.gates(x) if module.gates is not None else module.gate_bias.expand(*x.shape[:2], -1)
     gates = raw.unflatten(-1, (-1, h)).sigmoid()
     out = torch.empty_like(q)
@@ -57,7 +57,13 @@ def recurrence(module: NeuralMemory, x: Tensor) -> Tensor:
                     start = [m.detach().requires_grad_() for m in M]
                 forget = gates[b, t, 1, head]
                 decay = gates[b, t, 2, head] if module.momentum else 0.0
-                lr = module.max_lr * gates[b, t, 0, head] * (1 - decay) / module.chunk
+                z = module.w1[head] @ k[b, t, head] + module.b1[head]
+                s = z.sigmoid()
+                gain = 1 + (z * s).square().sum()
+                if module.learns == "all":
+                    jacobian = module.w2[head] * (s * (1 + z * (1 - s)))
+                    gain = gain + 10 * jacobian.square().sum()
+                lr = module.max_lr * gates[b, t, 0, head] * (1 - decay) / (module.chunk * gain)
                 lr *= -1 if module.ascent else 1
                 with torch.enable_grad():
                     loss = (ask(start, k[b, t, head]) - v[b, t, head]).square().sum()
@@ -190,7 +196,7 @@ def test_it_comes_to_know_what_it_is_told_often() -> None:
         memory = NeuralMemory(16, heads=2, chunk=4, forget=1e-6, ascent=ascent).double()
         x = torch.randn(1, 1, 16, dtype=torch.float64).expand(1, 8 if ascent else 96, 16)
         qkv = memory.qkv(x, None)[0][:, -1].unflatten(-1, (3, 2, 8))  # the short convolution sees x alone
-        k, v = torch.nn.functional.normalize(qkv[0, 1], dim=-1), qkv[0, 2]
+        k, v = 3 * torch.nn.functional.normalize(qkv[0, 1], dim=-1), qkv[0, 2]
         states = [memory.start(x), memory(x)[1]]
         errors[ascent] = [
             sum(float((ask([w[g] for w in s.memory], k[g]) - v[g]).square().sum().detach()) for g in range(2))
@@ -200,14 +206,27 @@ def test_it_comes_to_know_what_it_is_told_often() -> None:
     assert errors[True][1] > errors[True][0]
 
 
+def test_untrained_it_gives_what_followed() -> None:
+    """Asked with a token that it saw before, with noise since: of the values it saw, that of the next one."""
+    torch.manual_seed(0)
+    memory = NeuralMemory(64, chunk=4)
+    letters = torch.randn(24, 64)
+    told = torch.arange(16)
+    rows = letters[torch.cat([told, torch.randint(16, 24, (8,)), told[2:14:4]])][None]
+    with torch.no_grad():
+        read, _ = memory(rows)
+        values = memory.qkv(letters[None], None)[0][0, :, 128:]
+    right = [int((values[:16] @ answer).argmax()) for answer in read[0, -3:]]
+    assert right == [3, 7, 11]
+
+
 def test_at_first_a_memory_keeps_most_of_what_it_holds() -> None:
-    """A chunk of 64 leaves about half, 16 tokens most; published gates leave 4 % after five writes."""
+    """A chunk of 64 leaves nine tenths and more; published gates leave 4 % after five writes."""
     memory = NeuralMemory(16, heads=2, momentum=False)
     x = torch.randn(2, 64, 16)
-    _, _, forget = memory._gates(x)
+    _, _, forget = memory._gates(x, torch.zeros(4, 64, 8))
     kept = (1 - forget).prod(dim=1)
-    assert float(kept.min().detach()) > 0.4
-    assert float(kept.max().detach()) < 0.65
+    assert float(kept.min().detach()) > 0.9
     _, state = memory(x[:, :16])
     assert state.memory[0].norm() > 0.8 * memory.start(x).memory[0].norm()
 

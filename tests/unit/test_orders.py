@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bakeoff.apps.bench import orders, orders_page
+from bakeoff.apps.bench import orders, orders_page, tables
 from bakeoff.apps.bench.orders import ORDERS, Models, Settings, images
 from bakeoff.token_order import token_order
 
@@ -76,7 +76,7 @@ def test_the_comparison_runs_and_its_page_shows_it(tmp_path: Path, monkeypatch: 
     words = ["--out", str(out), "--device", "cpu", "--steps", "2", "--seeds", "2", "--side", "8"]
     done = CliRunner().invoke(orders.main, words)
     assert done.exit_code == 0, done.output
-    rows = orders.read(out)
+    rows = tables.read(out)
     assert [row["order"] for row in rows] == list(ORDERS)
     for row in rows:
         assert all(0 <= float(share) <= 1 for share in row["right"].split())

@@ -14,6 +14,8 @@ from bakeoff.apps.compare import match, pair, parameters
 from bakeoff.apps.train import load_run, recipe, resolve, train
 from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.models.titan_mac import SIZES, Cache, Config, TitanMAC
+from bakeoff.nn.neural_memory import of_length
+from tests.unit.language_models import check_blind_guess, check_gradients, check_loss, moved
 
 SMALL: dict[str, Any] = {
     "d_model": 16, "layers": 2, "heads": 2, "segment": 8, "persistent": 3, "chunk": 4, "max_seq_len": 24,
@@ -27,52 +29,35 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mag without memory": {"variant": "mag", "memory": False},
     "lmm": {"variant": "lmm"},
     "lmm, last layer": {"variant": "lmm", "learns": "last"},
-    "simplest": {"ascent": True, "momentum": False, "per_token": False},
+    "simplest": {"ascent": True, "momentum": False, "per_token": False, "max_lr": 0.02},
 }
 EVERY = pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
 MAIN = pytest.mark.parametrize("variant", ["mac", "mag", "lmm"])
 
 
 def perturbed(dtype: torch.dtype = torch.float64, **changes: Any) -> TitanMAC:
-    """A small model whose weights are far from their start, where residual branches hardly matter."""
+    """A small model whose weights are far from their start."""
     torch.manual_seed(0)
-    model = TitanMAC(Config(**{**SMALL, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model.to(dtype)
+    return moved(TitanMAC(Config(**{**SMALL, **changes})), dtype)
 
 
 @EVERY
 def test_shapes_loss_and_a_gradient_for_every_parameter(changes: dict[str, Any]) -> None:
     model = perturbed(torch.float32, **changes)
     ids = torch.randint(256, (3, 19))
-    logits, none = model(ids)
-    assert logits.shape == (3, 19, 256)
-    assert none is None
-    hidden, loss = model(ids, ids.roll(-1, 1))
-    assert hidden is None
-    assert loss.dtype == torch.float32
-    expected = -logits.log_softmax(-1).gather(-1, ids.roll(-1, 1)[..., None]).mean()
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()]
-    assert without == []
+    loss = check_loss(model, ids)
+    check_gradients(model, loss)
 
 
 @MAIN
 def test_every_parameter_learns_from_rows_shorter_than_a_chunk(variant: str) -> None:
     model = perturbed(torch.float32, variant=variant)
     ids = torch.randint(256, (2, 3))
-    model(ids, ids)[1].backward()
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()]
-    assert without == []
+    check_gradients(model, model(ids, ids)[1])
 
 
 def test_untrained_loss_is_that_of_a_blind_guess() -> None:
-    model = TitanMAC(Config.sizes("tiny"))
-    _, loss = model(torch.randint(256, (2, 80)), torch.randint(256, (2, 80)))
-    assert loss.item() == pytest.approx(math.log(256), abs=0.15)
+    check_blind_guess(TitanMAC(Config.sizes("tiny")))
 
 
 # causality ------------------------------------------------------------------------------------------------
@@ -129,11 +114,9 @@ def test_what_is_recalled_at_different_positions_differs() -> None:
     """Of a published model all positions of a segment asked the same."""
     model = perturbed(layers=1)
     mixer = model.blocks[0].mixer
-    from bakeoff.nn.neural_memory import unit
-
     x = torch.randn(1, 8, 16, dtype=torch.float64)
     asked, _ = mixer.ask(x, None)
-    recalled = mixer.memory.recall(unit(asked, 2), mixer.memory.start(x).memory)
+    recalled = mixer.memory.recall(of_length(3.0, asked, 2), mixer.memory.start(x).memory)
     assert recalled[0].std(dim=0).min() > 1e-3
 
 

@@ -4,6 +4,7 @@ Shapes: B rows, T time, D dim, h heads, E = D / h, H = expansion E, G = B h grou
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -17,33 +18,45 @@ from bakeoff.ops.memory_scan import Memory, MemoryState, memory_stream
 from bakeoff.ops.rms_norm import rms_norm
 from bakeoff.ops.short_conv import short_conv
 
-__all__ = ["NeuralMemory", "Projected", "Read", "unit"]
+__all__ = ["LENGTH", "NeuralMemory", "Projected", "Read", "of_length"]
 
 Read = Literal["after", "before", "chunk"]
 _TAPS = 4
 """Of the short convolution."""
+_SMALL = 0.02
+"""Deviation of the first weights of projections."""
+LENGTH = 3.0
+"""Of keys and queries. All hidden units share biases, whose gradients tell no key from another: what a token
+writes under its own key is 1 + |s(W1 k)|^2 as strong, of which at length 3 the 1 is a quarter, at length 1
+three quarters."""
 
 
 class Projected(nn.Module):
-    """SiLU of a short causal convolution of W x: x [B, T, D] to [B, T, parts D]. The taps are drawn, so that
-    from the first step a key may tell of the token before its value."""
+    """SiLU of a short causal convolution of W x: x [B, T, D] to [B, T, parts width].
 
-    def __init__(self, dim: int, parts: int) -> None:
+    At first each part is little more than W x of the token that stands `back` places before.
+    """
+
+    def __init__(self, dim: int, back: Sequence[int], width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(dim, parts * dim, bias=False)
-        self.short = nn.Parameter((2 * torch.rand(parts * dim, _TAPS) - 1) * _TAPS**-0.5)
+        self.linear = nn.Linear(dim, len(back) * width, bias=False)
+        nn.init.normal_(self.linear.weight, std=_SMALL)
+        short = 0.1 * (2 * torch.rand(len(back), width, _TAPS) - 1)
+        for part, places in zip(short, back, strict=True):
+            part[:, _TAPS - 1 - places] += 1.0
+        self.short = nn.Parameter(short.flatten(0, 1))
 
     def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The result, and the state [B, taps - 1, parts D] with which the next piece goes on."""
+        """The result, and the state [B, taps - 1, parts width] with which the next piece goes on."""
         mixed = self.linear(x)
         before = None if state is None else state.to(mixed.dtype)
         return short_conv(mixed, self.short, activation="silu", state=before)
 
 
-def unit(x: Tensor, heads: int) -> Tensor:
-    """x [B, T, n D] as [B, T, n h, E], every head divided by sqrt(|x|^2 + 1e-6 E), so of length 1."""
+def of_length(length: float, x: Tensor, heads: int) -> Tensor:
+    """x [B, T, n D] as [B, T, n h, E], every head divided by sqrt(|x|^2 + 1e-6 E) / length."""
     x = x.unflatten(-1, (heads, -1))
-    weight = torch.full(x.shape[-1:], x.shape[-1] ** -0.5, dtype=x.dtype, device=x.device)
+    weight = torch.full(x.shape[-1:], length * x.shape[-1] ** -0.5, dtype=x.dtype, device=x.device)
     out: Tensor = rms_norm(x, weight)  # type: ignore[assignment]
     return out
 
@@ -53,11 +66,14 @@ class NeuralMemory(nn.Module):
 
     With u_t the gradient of |M(k_t) - v_t|^2, taken at the memory of the start of t's chunk:
     S_t = decay_t S_{t-1} - lr_t u_t, M_t = (1 - forget_t) M_{t-1} + S_t. q, k, v are SiLU of a short
-    convolution of projections of x; q and k have length 1. decay, forget and theta are sigmoids of learned
-    functions of x per token and head, lr_t = max_lr theta_t (1 - decay_t) / chunk: all steps that a chunk's
-    gradients will ever make add up to max_lr times their mean at most, so that no gate can make the memory
-    diverge, not even where all keys are equal. M begins at learned values, S at 0; both belong to one row
-    alone.
+    convolution of projections of x; q and k have length 3. decay, forget and theta are sigmoids of learned
+    functions of x per token and head, lr_t = max_lr theta_t (1 - decay_t) / (chunk K_t), K_t a bound of the
+    squared length of M(k_t)'s gradient: the steps of a chunk together correct its errors by 2 max_lr of their
+    size at most, so that below 1 no gate and no weights make the memory diverge, not even where all keys are
+    equal. M begins at learned values, S at 0; both belong to one row alone. W2 is 0 at first: what is read is
+    normalised, and random answers would drown what was written. Queries and keys are at first the same
+    function of a token, but a key is that of the token before: asked with a token, the memory gives what
+    followed it.
 
     Args:
         dim: D, a multiple of heads.
@@ -66,8 +82,7 @@ class NeuralMemory(nn.Module):
         chunk: tokens that share the memory at which gradients are taken; 1 is exact online descent.
         read: "after": y_t is read from M_t, "before": from M_{t-1}, "chunk": from the memory at the start of
             t's chunk. All are causal.
-        max_lr: as above, > 0. Safe while 2 max_lr times the squared length of M's gradient (about 2 at
-            first, per output) is below 2.
+        max_lr: as above, > 0; stable below 1.
         decay, forget: what these gates begin with, in (0, 1).
         momentum: False sets decay = 0: S_t = -lr_t u_t.
         per_token: False makes the gates learned constants of a head.
@@ -100,9 +115,9 @@ class NeuralMemory(nn.Module):
         chunk: int = 64,
         read: Read = "after",
         *,
-        max_lr: float = 0.25,
+        max_lr: float = 0.8,
         decay: float = 0.9,
-        forget: float = 0.01,
+        forget: float = 0.001,
         momentum: bool = True,
         per_token: bool = True,
         ascent: bool = False,
@@ -115,18 +130,21 @@ class NeuralMemory(nn.Module):
         self.max_lr, self.momentum, self.ascent, self.learns = max_lr, momentum, ascent, learns
         self.stream = memory_stream if learns == "all" else last_layer_stream
         E, H = dim // heads, expansion * (dim // heads)
-        self.qkv = Projected(dim, 3)
+        self.qkv = Projected(dim, (0, 1, 0), dim)
+        with torch.no_grad():
+            self.qkv.linear.weight[dim : 2 * dim] = self.qkv.linear.weight[:dim]
         starts = torch.tensor([0.0, _logit(forget), *([_logit(decay)] if momentum else [])])
         bias = starts[:, None].expand(-1, heads).flatten().clone()
         self.gates = nn.Linear(dim, len(bias)) if per_token else None
         if self.gates is None:
             self.gate_bias = nn.Parameter(bias)
         else:
+            nn.init.normal_(self.gates.weight, std=_SMALL)
             with torch.no_grad():
                 self.gates.bias.copy_(bias)
         self.w1 = nn.Parameter(torch.randn(heads, H, E) * math.sqrt(2 / (E + H)))
         self.b1 = nn.Parameter(torch.zeros(heads, H))
-        self.w2 = nn.Parameter(torch.randn(heads, E, H) * math.sqrt(2 / (E + H)))
+        self.w2 = nn.Parameter(torch.zeros(heads, E, H))
         self.b2 = nn.Parameter(torch.zeros(heads, E))
         self.norm = RMSNorm(E, norm_eps)
         self.config = (
@@ -157,7 +175,7 @@ class NeuralMemory(nn.Module):
         return state.of(tensors)
 
     def recall(self, q: Tensor, memory: Memory) -> Tensor:
-        """norm(M(q)) [B, T, D] of q [B, T, h, E], each of length 1, from memories that stay as they are."""
+        """norm(M(q)) [B, T, D] of q [B, T, h, E] from memories that stay as they are."""
         w1, b1, w2, b2 = (w.to(q.dtype) for w in memory)
         hidden = F.silu(torch.baddbmm(b1[:, None], _grouped(q), w1.mT))
         return self._normed(torch.baddbmm(b2[:, None], hidden, w2.mT), q.shape[0])
@@ -171,22 +189,35 @@ class NeuralMemory(nn.Module):
         else:
             self._check_state(state, x.shape[0])
         qkv, conv = self.qkv(x, state.conv)
-        qk = unit(qkv[..., : 2 * self.dim], 2 * self.heads)
+        qk = of_length(LENGTH, qkv[..., : 2 * self.dim], 2 * self.heads)
         q, k = _grouped(qk[:, :, : self.heads]), _grouped(qk[:, :, self.heads :])
         v = _grouped(qkv[..., 2 * self.dim :].unflatten(-1, (self.heads, -1)))
-        y, scan = self.stream(q, k, v, *self._gates(x), state.scan, chunk=self.chunk, read=self.read)
+        y, scan = self.stream(q, k, v, *self._gates(x, k), state.scan, chunk=self.chunk, read=self.read)
         after = NeuralMemoryState(self.config, scan, conv)
         kept = {name: outliving(tensor) for name, tensor in after.tensors().items()}
         return self._normed(y, x.shape[0]), after.of(kept)
 
-    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Learning rate, decay of the momentum and share forgotten of x [B, T, D], each [G, T] in float32 or
-        wider."""
+    def _gates(self, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Learning rate, decay of the momentum and share forgotten of x [B, T, D] with keys k [G, T, E], each
+        [G, T] in float32 or wider."""
         raw = self.gates(x) if self.gates is not None else self.gate_bias.expand(*x.shape[:2], -1)
         raw = raw.to(torch.promote_types(raw.dtype, torch.float32)).unflatten(-1, (-1, self.heads))
         lr, forget, *decay = raw.permute(2, 0, 3, 1).flatten(1, 2).sigmoid().unbind(0)
-        lr = (-1 if self.ascent else 1) * self.max_lr / self.chunk * lr
+        lr = (-1 if self.ascent else 1) * self.max_lr / self.chunk * lr / self._gain(k)
         return (lr * (1 - decay[0]), decay[0], forget) if decay else (lr, torch.zeros_like(lr), forget)
+
+    def _gain(self, k: Tensor) -> Tensor:
+        """K [G, T] of keys k [G, T, E]: a bound of the squared length of an answer's gradient at the initial
+        memory, 1 + |s(W1 k + b1)|^2 from W2 and b2, (1 + |k|^2) |W2 s'(W1 k + b1)|^2 from W1 and b1."""
+        keys = k.unflatten(0, (-1, self.heads)).to(self.w1.dtype)
+        with torch.autocast(k.device.type, enabled=False):
+            z = keys @ self.w1.mT + self.b1[:, None]
+            gate = z.sigmoid()
+            gain = 1 + (z * gate).square().sum(-1)
+            if self.learns == "all":
+                slope = (gate * (1 + z * (1 - gate))).square()
+                gain = gain + (1 + LENGTH**2) * (slope @ self.w2.square().sum(1)[..., None])[..., 0]
+        return gain.flatten(0, 1)
 
     def _normed(self, y: Tensor, rows: int) -> Tensor:
         """y [G, T, E], every head normalised, as [B, T, D]."""
@@ -247,7 +278,7 @@ def _check(
     if learns not in ("all", "last"):
         raise ValueError(f"learns={learns!r} must be 'all' or 'last'")
     if not 0.0 < max_lr < math.inf:
-        raise ValueError(f"max_lr={max_lr} must be positive and finite: 0.25 is usual, 0 would never write")
+        raise ValueError(f"max_lr={max_lr} must be positive and finite: 0.8 is usual, 0 would never write")
     for name, share in (("decay", decay), ("forget", forget)):
         if not 0.0 < share < 1.0:
             raise ValueError(f"{name}={share} must be in (0, 1): gates begin there and are learned")

@@ -10,11 +10,10 @@ independent models. Tokens are put in order once behind the embedding and back o
 as part of a step.
 """
 
-import csv
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -24,13 +23,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bakeoff import hardware
-from bakeoff.apps.bench import results
+from bakeoff.apps.bench import results, tables
 from bakeoff.device import named_device
 from bakeoff.graphs import capture_step
 from bakeoff.timing import seconds_per_call
 from bakeoff.token_order import TokenOrder, token_order
 
-__all__ = ["ORDERS", "Settings", "images", "read", "trained", "write"]
+__all__ = ["ORDERS", "Settings", "images", "trained"]
 
 ORDERS = ("row", "tile", "morton", "hilbert", "random")
 _POINTS = {"nearest": 1 / 64, "row": 1 / 16}  # of all cells
@@ -253,7 +252,7 @@ def main(out: Path, device: str, steps: int, seeds: int, side: int, resume: bool
     facts = hardware.facts(str(place))
     common = {"gpu": facts.device, "torch": facts.torch, "date": results.now()[:10]}
     common |= {name: str(value) for name, value in msgspec.to_builtins(settings).items()}
-    rows = read(out) if resume and out.exists() else []
+    rows = tables.read(out) if resume and out.exists() else []
     if any(row[name] != value for row in rows for name, value in common.items() if name != "date"):
         raise click.ClickException(f"{out} was made otherwise than by {common}; give another --out")
     held = {(row["task"], int(row["segment"]), row["order"]) for row in rows}
@@ -264,22 +263,7 @@ def main(out: Path, device: str, steps: int, seeds: int, side: int, resume: bool
             row = trained(task, segment, name, settings, place, tile=max(1, math.isqrt(segment)))
             click.echo(f"{task:8} {segment:5} {name:8} {row['right']}  {float(row['step_ms']):.2f} ms")
             rows.append(common | row)
-            write(out, rows)
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    """The rows of a file of this module."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def write(path: Path, rows: Sequence[dict[str, str]]) -> None:
-    """The rows as a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+            tables.write(out, rows)
 
 
 if __name__ == "__main__":

@@ -2,30 +2,20 @@
 
 `python -m bakeoff.apps.bench.orders_page docs/token-order.md` writes it; `--check` only compares.
 
-A page has the lines ``<!-- orders: FILE -->`` and ``<!-- end -->``; the tables are written between them.
+The tables go between the lines ``<!-- orders: FILE -->`` and ``<!-- end -->``.
 """
 
-import re
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import click
-
-from bakeoff.apps.bench.orders import read
+from bakeoff.apps.bench.marked import page_command
+from bakeoff.apps.bench.tables import read
 from bakeoff.apps.tabular import markdown_table
 
-__all__ = ["block", "filled"]
-
-_MARKED = re.compile(r"(<!-- orders: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+__all__ = ["block", "main"]
 
 _STEPS = "Milliseconds of a training step of all seeds; what others take longer than `row` is the permuting:"
-
-
-def filled(text: str, root: Path) -> str:
-    """`text` with every marked part written anew, from files below `root`."""
-    return _MARKED.sub(lambda match: match[1] + block(match[2], root) + match[3], text)
 
 
 def block(name: str, root: Path) -> str:
@@ -77,19 +67,7 @@ def _spread(shares: Sequence[float]) -> str:
     return f"{statistics.fmean(shares):.1%}{spread}"
 
 
-@click.command()
-@click.option("--check", is_flag=True, help="Change nothing; exit with 1 when the page is out of date.")
-@click.argument("page", type=click.Path(path_type=Path, exists=True))
-def main(check: bool, page: Path) -> None:
-    """Write the results into PAGE."""
-    old = page.read_text("utf-8")
-    new = filled(old, page.resolve().parent.parent)
-    if check:
-        sys.exit(
-            f"{page} is out of date: run python -m bakeoff.apps.bench.orders_page {page}" if new != old else 0
-        )
-    page.write_text(new, "utf-8")
-
+main = page_command("bakeoff.apps.bench.orders_page", {"orders": block})
 
 if __name__ == "__main__":
     main()

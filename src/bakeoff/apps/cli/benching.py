@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from bakeoff.apps.bench import contests, decode, launch, nested, recall, regret, results, step
+from bakeoff.apps.bench import contests, decode, launch, memory_text, nested, recall, regret, results, step
+from bakeoff.apps.bench.memory_forms import FORMS
 from bakeoff.apps.bench.regret import SelectionRow
 from bakeoff.apps.bench.results import ResultsError
 from bakeoff.apps.bench.suites import Cell, cells
@@ -24,6 +26,7 @@ _OWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "step": ("measures whole steps", ("OP", "--filter", "--regimes", "--jobs")),
     "decode": ("generates text", ("OP", "--budget", "--regimes", "--jobs")),
     "recall": ("trains models", ("OP", "--budget", "--regimes", "--jobs")),
+    "text": ("trains models", ("OP", "--budget", "--regimes", "--jobs")),
     "nested": ("trains models", ("OP", "--budget", "--regimes", "--filter", "--jobs")),
     "launch": ("has its own lengths", ("--filter", "--regimes", "--jobs")),
 }
@@ -42,11 +45,17 @@ def run(
     jobs: int,
     thorough: bool,
     variants: bool,
+    data: str | None,
+    seeds: int,
 ) -> None:
     """Run a suite and print where its results are."""
     device = str(named_device(device))
     if suite != "ops" and (thorough or variants):
         raise ResultsError("--thorough and --variants belong to --suite ops: leave them out")
+    if data is not None and suite != "text":
+        raise ResultsError("--data belongs to --suite text: leave it out")
+    if seeds != 3 and suite not in ("recall", "text"):
+        raise ResultsError("--seeds belongs to --suite recall and text: leave it out")
     given = {"OP": names, "--filter": text, "--regimes": regimes, "--jobs": jobs > 1}
     _refuse(suite, {**given, "--budget": budget is not None})
     if suite == "step":
@@ -55,8 +64,8 @@ def run(
     if suite == "decode":
         _run_decode(device, out, text, resume)
         return
-    if suite == "recall":
-        _run_recall(device, out, text, resume)
+    if suite in ("recall", "text"):
+        _run_memories(suite, device, out, text, resume, data, seeds)
         return
     if suite == "nested":
         _run_nested(device, out, resume)
@@ -155,22 +164,28 @@ def _run_decode(device: str, out: Path | None, text: str, resume: bool) -> None:
     print_plain(printer, f"results: {out}")
 
 
-def _run_recall(device: str, out: Path | None, text: str, resume: bool) -> None:
-    forms = tuple(form for form in recall.FORMS if text in form)
+def _run_memories(
+    suite: str, device: str, out: Path | None, text: str, resume: bool, data: str | None, seeds: int
+) -> None:
+    forms = [form for form in FORMS if text in form]
     if not forms:
-        raise ResultsError(f"no form's name contains {text!r}; the forms are {', '.join(recall.FORMS)}")
-    out = out or Path("results", results.slug(device), "recall.json")
+        raise ResultsError(f"no form's name contains {text!r}; the forms are {', '.join(FORMS)}")
+    out = out or Path("results", results.slug(device), f"{suite}.csv")
     printer = console()
-    printer.print(f"{len(forms)} forms of TitanMAC on {device}, to {out}", highlight=False)
+    printer.print(f"{len(forms)} models, {seeds} seeds on {device}, to {out}", highlight=False)
 
-    def hear(row: recall.RecallRow) -> None:
-        right = ", ".join(f"{share:.1%} behind {noise}" for noise, share in row.accuracy.items())
-        print_plain(
-            printer, f"{row.form:24} seed {row.seed}  {row.steps} steps in {row.seconds:.0f} s  {right}"
-        )
+    def hear(row: dict[str, str]) -> None:
+        right = [f"{float(row[name]):.1%} right" for name in ("right_near", "right_far") if name in row]
+        score = f"{row['bits_per_byte']} bits/byte" if suite == "text" else ", ".join(right)
+        print_plain(printer, f"{row['form']:24} seed {row['seed']}  {row['step_ms']} ms a step  {score}")
 
-    with working(printer, "measuring the device's limits") as status:
-        recall.run_recall(device, out, forms=forms, resume=resume, hear=hear, announce=status.update)
+    with working(printer, "building the models") as status:
+        given: dict[str, Any] = {"forms": forms, "seeds": range(seeds), "resume": resume, "hear": hear}
+        given["announce"] = status.update
+        if suite == "recall":
+            recall.run_recall(device, out, **given)
+        else:
+            memory_text.run_text(device, out, memory_text.plan_for(device, data or "stdlib"), **given)
     print_plain(printer, f"results: {out}")
 
 

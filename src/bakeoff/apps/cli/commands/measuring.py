@@ -15,15 +15,15 @@ __all__ = ["bench", "compare"]
 @click.argument("names", metavar="[OP]...", nargs=-1)
 @click.option(
     "--suite",
-    type=click.Choice(["ops", "selection", "step", "decode", "launch", "recall", "nested"]),
+    type=click.Choice(["ops", "selection", "step", "decode", "launch", "recall", "text", "nested"]),
     default="ops",
     show_default=True,
     help="ops: all candidates and peers. selection: time lost by the choices, overhead of choosing, time to "
     "tune. step: a whole training step, eager, captured, compiled, and both. decode: bytes a second of every "
     "model's generate. launch: the host's and the device's time of every candidate at lengths from 256 to "
-    "16384. recall: TitanMAC, with and without what its memory consists of, trained to recall pairs that are "
-    "out of its attention's reach. nested: training with learned multipliers of the learning rate and "
-    "without.",
+    "16384. recall: models with neural memories, without and with gated DeltaNet, trained to recall pairs "
+    "that are out of attention's reach. text: the same models' held-out bits per byte. nested: training with "
+    "learned multipliers of the learning rate and without.",
 )
 @click.option(
     "--regimes", help="Comma-separated: eager,graph,compiled. [default: all the device has but compiled]"
@@ -34,7 +34,7 @@ __all__ = ["bench", "compare"]
     "--filter",
     "text",
     default="",
-    help="Only cases whose name or shapes (in --suite decode: models, in --suite recall: forms whose name) "
+    help="Only cases whose name or shapes (in --suite decode, recall and text: models whose name) "
     "contain this text.",
 )
 @options.budget(
@@ -51,6 +51,14 @@ __all__ = ["bench", "compare"]
     show_default=True,
     help="Contests whose candidates compile at the same time, in a process each; they are still measured "
     "one by one. Saves much time where there are many cores; each takes memory.",
+)
+@options.data
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="Runs of each model in --suite recall and text.",
 )
 @options.thorough
 @click.option(
@@ -72,6 +80,7 @@ def bench(**values: Any) -> None:
       bakeoff bench --suite decode --filter LLMMed
       bakeoff bench --suite launch rotary
       bakeoff bench --suite recall --filter lmm
+      bakeoff bench --suite text --data enwik8 --seeds 3
       bakeoff bench --suite nested
       bakeoff bench --jobs 8
       bakeoff bench swiglu --thorough --variants

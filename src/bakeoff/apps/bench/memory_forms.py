@@ -1,0 +1,177 @@
+"""Models with a neural memory, without it, with parts of it left out, and with gated DeltaNet."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from bakeoff import hardware
+from bakeoff.apps.bench import results
+from bakeoff.apps.bench.gated_delta import GatedDelta, with_gated_delta
+from bakeoff.device import synchronize
+from bakeoff.graphs import NotCapturable, capture_step
+from bakeoff.models.titan_mac import Config, TitanMAC
+from bakeoff.optim import AdamW
+from bakeoff.select.choose.explain import explain_case
+from bakeoff.select.choose.tune import recording
+from bakeoff.timing import seconds_per_call
+
+__all__ = ["ABLATIONS", "FORMS", "Learner", "facts", "side_by_side", "written"]
+
+FORMS: dict[str, dict[str, Any]] = {
+    "mac": {},
+    "mac, no memory": {"memory": False},
+    "mac, gate by segments": {"gate": "segment"},
+    "mag": {"variant": "mag"},
+    "mag, no memory": {"variant": "mag", "memory": False},
+    "mag, gated delta": {"variant": "mag", "delta": True},
+    "lmm": {"variant": "lmm"},
+    "gated delta": {"variant": "lmm", "delta": True},
+}
+"""Changes of the configuration, by name; "delta" puts gated DeltaNet in the memories' place."""
+
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "ascent": {"ascent": True},
+    "no momentum": {"momentum": False},
+    "constant rates": {"per_token": False},
+    "last layer": {"learns": "last"},
+}
+"""What a memory is said not to need."""
+
+FORMS |= {f"lmm, {name}": {"variant": "lmm", **changes} for name, changes in ABLATIONS.items()}
+
+
+def built(base: Config, form: str, device: torch.device, seed: int) -> TitanMAC:
+    """`base` changed as `form` says, with fresh parameters."""
+    changes = dict(FORMS[form])
+    delta = changes.pop("delta", False)
+    torch.manual_seed(seed)
+    model = TitanMAC(msgspec.structs.replace(base, **changes)).to(device).train()
+    return with_gated_delta(model) if delta else model
+
+
+def state_numbers(model: TitanMAC) -> int:
+    """Numbers that a layer holds of a row, however long: memories and momentum, or gated DeltaNet's."""
+    memory = getattr(model.blocks[0].mixer, "memory", None)
+    if isinstance(memory, GatedDelta):
+        return memory.heads * memory.keys * memory.values
+    if memory is None:
+        return 0
+    learning = (
+        (memory.w2, memory.b2) if memory.learns == "last" else (memory.w1, memory.b1, memory.w2, memory.b2)
+    )
+    return (1 + memory.momentum) * sum(w.numel() for w in learning)
+
+
+class Learner:
+    """A form of the model in training, in bfloat16 under autocast on CUDA. There its step is one graph, which
+    is replayed on a stream of its own: steps of small models are bound by launches, so those of several
+    overlap."""
+
+    def __init__(self, form: str, base: Config, device: torch.device, seed: int) -> None:
+        self.form, self.seed, self.device = form, seed, device
+        self.model = built(base, form, device, seed)
+        self.cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.cuda else None
+        self.rate = torch.zeros((), device=device)
+        self.optimizer = AdamW(
+            self.model.parameters(), lr=self.rate, betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=1.0,
+            skip_nonfinite=True,
+        )  # fmt: skip
+        self.issued: Callable[[Tensor, Tensor], object] = (
+            capture_step(self._step) if self.cuda else self._step
+        )
+        self.reason, self.candidates = "", ""
+        """Why steps are not captured; the candidates of memory_scan that they run."""
+        self.curve: list[tuple[int, float]] = []
+
+    def __call__(self, ids: Tensor, targets: Tensor, rate: float) -> None:
+        """A step on ids and targets [B, T], of the CPU or pinned memory."""
+        with self.apart():
+            self.rate.fill_(rate)
+            ids, targets = (x.to(self.device, non_blocking=True) for x in (ids, targets))
+            if not self.candidates:
+                with recording() as seen:
+                    self._issue(ids, targets)
+                scans = {
+                    explain_case(op, case).choice for op, case in seen.values() if op.name == "memory_scan"
+                }
+                self.candidates = "+".join(sorted(scans)) or "-"
+            else:
+                self._issue(ids, targets)
+
+    def _issue(self, ids: Tensor, targets: Tensor) -> None:
+        try:
+            self.issued(ids, targets)
+        except NotCapturable as why:
+            self.issued, self.reason = self._step, str(why)
+            if not why.ran:
+                self.model.zero_grad(set_to_none=True)
+                self._step(ids, targets)
+
+    def _step(self, ids: Tensor, targets: Tensor) -> None:
+        with self.precision():
+            _, loss = self.model(ids, targets)
+        assert loss is not None
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def apart(self) -> contextlib.AbstractContextManager[object]:
+        """On this learner's stream."""
+        return torch.cuda.stream(self.stream)
+
+    def precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.cuda)
+
+    def milliseconds(self, ids: Tensor, targets: Tensor, steps: int = 20) -> float:
+        """Of a step while nothing else runs, at rate 0: after training."""
+        synchronize(self.device)
+        with self.apart():
+            return 1e3 * seconds_per_call([lambda: self(ids, targets, 0.0)], steps, self.device)
+
+    def described(self) -> dict[str, str]:
+        """Columns of a results file."""
+        return {
+            "form": self.form,
+            "seed": str(self.seed),
+            "params": str(sum(p.numel() for p in self.model.parameters())),
+            "state": str(state_numbers(self.model)),
+            "memory_scan": self.candidates,
+            "mode": "captured" if self.cuda and not self.reason else "eager",
+        }
+
+
+def side_by_side(
+    learners: Sequence[Learner],
+    batch: Callable[[int], tuple[Tensor, Tensor]],
+    steps: int,
+    rate: Callable[[int], float],
+    score: Callable[[Learner], float],
+    scores: int = 10,
+    hear: Callable[[int], None] = lambda step: None,
+) -> None:
+    """All make the same steps on the same batches; every `steps` / `scores` each adds to its curve."""
+    for step in range(steps):
+        ids, targets = batch(step)
+        for learner in learners:
+            learner(ids, targets, rate(step))
+        if (step + 1) % max(1, steps // scores) == 0:
+            for learner in learners:
+                with learner.apart(), torch.no_grad(), learner.precision():
+                    learner.curve.append((step + 1, score(learner)))
+            hear(step + 1)
+
+
+def written(curve: Sequence[tuple[int, float]]) -> str:
+    """A curve as one column."""
+    return " ".join(f"{step}:{value:.4f}" for step, value in curve)
+
+
+def facts(device: str) -> dict[str, str]:
+    """Columns that say where and when a row was measured."""
+    found = hardware.facts(device)
+    return {"gpu": found.device, "torch": found.torch, "triton": found.triton, "date": results.now()[:10]}
