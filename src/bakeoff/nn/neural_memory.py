@@ -213,7 +213,7 @@ class NeuralMemory(nn.Module):
         with torch.autocast(k.device.type, enabled=False):
             z = keys @ self.w1.mT + self.b1[:, None]
             gate = z.sigmoid()
-            gain = 1 + (z * gate).square().sum(-1)
+            gain: Tensor = 1 + (z * gate).square().sum(-1)
             if self.learns == "all":
                 slope = (gate * (1 + z * (1 - gate))).square()
                 gain = gain + (1 + LENGTH**2) * (slope @ self.w2.square().sum(1)[..., None])[..., 0]

@@ -55,7 +55,8 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_keep: Tensor, rate: Tensor) 
 def _chunks(x: Tensor, pad: int) -> Tensor:
     """x [B, T, h, n] as [chunks, B, h, C, n], in float32 or wider, with zeros behind it."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return F.pad(x, (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, _CHUNK)).permute(1, 0, 3, 2, 4)
+    rows: Tensor = F.pad(x, (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, _CHUNK))
+    return rows.permute(1, 0, 3, 2, 4)
 
 
 class GatedDelta(nn.Module):

@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bakeoff import hardware
 from bakeoff.apps.bench import results
-from bakeoff.apps.bench.orders import read, write
+from bakeoff.apps.bench.tables import read, write
 from bakeoff.device import named_device
 from bakeoff.ops.dilated_attention import OP, dilated_attention
 from bakeoff.timing import seconds_per_call

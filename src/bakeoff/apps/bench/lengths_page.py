@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from bakeoff.apps.bench.orders import read
+from bakeoff.apps.bench.tables import read
 from bakeoff.apps.tabular import markdown_table
 
 __all__ = ["block", "filled"]

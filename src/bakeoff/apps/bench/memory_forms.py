@@ -14,6 +14,7 @@ from bakeoff.apps.bench.gated_delta import GatedDelta, with_gated_delta
 from bakeoff.device import synchronize
 from bakeoff.graphs import NotCapturable, capture_step
 from bakeoff.models.titan_mac import Config, TitanMAC
+from bakeoff.nn import NeuralMemory
 from bakeoff.optim import AdamW
 from bakeoff.select.choose.explain import explain_case
 from bakeoff.select.choose.tune import recording
@@ -55,15 +56,14 @@ def built(base: Config, form: str, device: torch.device, seed: int) -> TitanMAC:
 
 def state_numbers(model: TitanMAC) -> int:
     """Numbers that a layer holds of a row, however long: memories and momentum, or gated DeltaNet's."""
-    memory = getattr(model.blocks[0].mixer, "memory", None)
-    if isinstance(memory, GatedDelta):
-        return memory.heads * memory.keys * memory.values
-    if memory is None:
-        return 0
-    learning = (
-        (memory.w2, memory.b2) if memory.learns == "last" else (memory.w1, memory.b1, memory.w2, memory.b2)
-    )
-    return (1 + memory.momentum) * sum(w.numel() for w in learning)
+    for module in next(iter(model.blocks)).modules():
+        if isinstance(module, GatedDelta):
+            return module.heads * module.keys * module.values
+        if isinstance(module, NeuralMemory):
+            first = [module.w1, module.b1] if module.learns == "all" else []
+            numbers = sum(w.numel() for w in (*first, module.w2, module.b2))
+            return numbers * (2 if module.momentum else 1)
+    return 0
 
 
 class Learner:

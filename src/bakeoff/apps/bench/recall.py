@@ -22,16 +22,15 @@ from bakeoff.select import using
 
 __all__ = ["Task", "accuracy", "draw", "run_recall"]
 
-_KEYS, _VALUES = 64, 64
-"""Keys are bytes 0 to 63, values 64 to 127, noise is above."""
-
 Hear = Callable[[dict[str, str]], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Pairs in a row, bytes of noise behind them, rows a step, steps."""
+    """Pairs in a row, bytes of noise behind them, rows a step, steps. Keys are the bytes below `alphabet`,
+    values the next as many, noise is above."""
 
+    alphabet: int = 64
     pairs: int = 32
     noise: int = 128
     rows: int = 32
@@ -41,13 +40,12 @@ class Task:
 
 def draw(task: Task, generator: torch.Generator, noise: int | None = None) -> tuple[Tensor, Tensor]:
     """(ids, targets) [rows, 3 pairs + noise] of fresh rows; targets are -100 but for the answers."""
-    rows, pairs = task.rows, task.pairs
-    order = torch.rand(rows, _KEYS, generator=generator).argsort(dim=1)
-    keys = order[:, :pairs]
-    values = _KEYS + torch.randint(_VALUES, (rows, pairs), generator=generator)
+    rows, pairs, n = task.rows, task.pairs, task.alphabet
+    keys = torch.rand(rows, n, generator=generator).argsort(dim=1)[:, :pairs]
+    values = n + torch.randint(n, (rows, pairs), generator=generator)
     again = torch.rand(rows, pairs, generator=generator).argsort(dim=1)
     size = rows, task.noise if noise is None else noise
-    between = torch.randint(_KEYS + _VALUES, 256, size, generator=generator)
+    between = torch.randint(2 * n, 256, size, generator=generator)
     told = torch.stack([keys, values], dim=-1).flatten(1)
     ids = torch.cat([told, between, keys.gather(1, again)], dim=1)
     targets = torch.full_like(ids, -100)
@@ -88,9 +86,10 @@ def run_recall(
             for learner in _trained(wanted, base, task, place, seed, announce):
                 row = common | learner.described() | {"window": str(base.segment), "chunk": str(base.chunk)}
                 row |= {name: str(value) for name, value in dataclasses.asdict(task).items()}
+                many = dataclasses.replace(task, rows=8 * task.rows)
                 with learner.apart(), learner.precision():
                     for name, noise in (("near", task.noise), ("far", 3 * task.noise)):
-                        row[f"right_{name}"] = f"{accuracy(learner.model, task, noise):.4f}"
+                        row[f"right_{name}"] = f"{accuracy(learner.model, many, noise):.4f}"
                 ids, targets = draw(task, torch.Generator().manual_seed(seed))
                 row |= {
                     "step_ms": f"{learner.milliseconds(ids, targets):.3f}",
@@ -131,5 +130,5 @@ def _sized(device: str) -> tuple[Config, Task]:
         return Config(
             d_model=128, layers=2, heads=2, segment=64, persistent=4, chunk=16, max_seq_len=256
         ), Task()
-    size = Config(d_model=32, layers=1, heads=2, segment=8, persistent=2, chunk=8, max_seq_len=24)
-    return size, Task(pairs=2, noise=16, rows=8, steps=20)
+    size = Config(d_model=32, layers=1, heads=1, segment=8, persistent=2, chunk=8, max_seq_len=24)
+    return size, Task(alphabet=8, pairs=4, noise=12, rows=16, steps=150)
