@@ -209,14 +209,13 @@ class NeuralMemory(nn.Module):
     def _gain(self, k: Tensor) -> Tensor:
         """K [G, T] of keys k [G, T, E]: a bound of the squared length of an answer's gradient at the initial
         memory, 1 + |s(W1 k + b1)|^2 from W2 and b2, (1 + |k|^2) |W2 s'(W1 k + b1)|^2 from W1 and b1."""
-        keys = k.unflatten(0, (-1, self.heads)).to(self.w1.dtype)
-        with torch.autocast(k.device.type, enabled=False):
-            z = keys @ self.w1.mT + self.b1[:, None]
-            gate = z.sigmoid()
-            gain: Tensor = 1 + (z * gate).square().sum(-1)
-            if self.learns == "all":
-                slope = (gate * (1 + z * (1 - gate))).square()
-                gain = gain + (1 + LENGTH**2) * (slope @ self.w2.square().sum(1)[..., None])[..., 0]
+        wide = torch.promote_types(self.w1.dtype, torch.float32)
+        z = (k.unflatten(0, (-1, self.heads)).to(self.w1.dtype) @ self.w1.mT).to(wide) + self.b1[:, None]
+        gate = z.sigmoid()
+        gain: Tensor = 1 + (z * gate).square().sum(-1)
+        if self.learns == "all":
+            slope = (gate * (1 + z * (1 - gate))).square()
+            gain = gain + (1 + LENGTH**2) * (slope * self.w2.square().sum(1)[:, None]).sum(-1)
         return gain.flatten(0, 1)
 
     def _normed(self, y: Tensor, rows: int) -> Tensor:

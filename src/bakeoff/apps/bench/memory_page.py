@@ -23,9 +23,9 @@ def recall(name: str, root: Path) -> str:
     rows = read(root / name)
     used = rows[-1]
     what = (
-        f"{used['pairs']} pairs of {used['alphabet']} keys and values, {used['noise']} bytes of noise, windows "
-        f"of {used['window']}, chunks of {used['chunk']}, {used['steps']} steps of {used['rows']} rows at a rate "
-        f"of {used['lr']}"
+        f"{used['pairs']} pairs of {used['alphabet']} keys and values, {used['noise']} bytes of noise, "
+        f"windows of {used['window']}, chunks of {used['chunk']}, {used['steps']} steps of {used['rows']} "
+        f"rows at a rate of {used['lr']}"
     )
     lines = [
         [form, _size(own, "params"), _size(own, "state"), _spread(own, "right_near", 100, "{:.1f} %"),
