@@ -22,6 +22,7 @@ SOME = (
     "decode",
     "odd",
 )
+FEW = ("16x2048x2048 W4", "fp32 weight", "packed, with state", "decode")
 _SMS = 132
 
 
@@ -63,7 +64,9 @@ def built(case: Case, way: str, target: str) -> Built:
 @pytest.mark.kernel(of=lambda way, **_: way)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("way", ["forward", "backward"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.exhaustive]) for name in SOME]
+)
 def test_no_spills_and_wide_accesses(name: str, way: str, target: str) -> None:
     """Inputs of rows are asked for AHEAD at a time, and what came before stays in registers."""
     found = built(CASES[name], way, target)

@@ -123,13 +123,23 @@ def test_more_columns_than_a_tile(candidate):
 
 
 @pytest.mark.parametrize("candidate", ["fft"], indirect=True)
-@pytest.mark.parametrize(("T", "L"), [(512, 513), (1000, 900), (2048, 2000), (4096, 4096), (8192, 8192)])
+@pytest.mark.parametrize(
+    ("T", "L"),
+    [
+        (512, 513),
+        (1000, 900),
+        (2048, 2000),
+        *(pytest.param(n, n, marks=pytest.mark.exhaustive) for n in (4096, 8192)),
+    ],
+)
 def test_every_plan(candidate, T, L):
     check(candidate, tensors(3, T, 1, L, optional=(True, False, False)))
 
 
 @pytest.mark.parametrize("candidate", ["fft"], indirect=True)
-@pytest.mark.parametrize(("T", "L"), [(300, 300), (1000, 24), (1100, 1100), (2100, 2048)])
+@pytest.mark.parametrize(
+    ("T", "L"), [(300, 300), (1000, 24), (1100, 1100), pytest.param(2100, 2048, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("B", [1, 3])
 def test_rows_longer_than_the_chip_holds(candidate, monkeypatch, B, T, L, dtype):
@@ -152,10 +162,17 @@ WINDOWS = {
     "in two segments": (3000, 512, 512, 2),
     "in four segments": (3000, 400, 256, 4),
 }
+LONG_WINDOWS = ("4096", "in four segments")
 
 
 @pytest.mark.parametrize("candidate", ["fft"], indirect=True)
-@pytest.mark.parametrize(("T", "L", "n", "outer"), WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize(
+    ("T", "L", "n", "outer"),
+    [
+        pytest.param(*plan, id=name, marks=[pytest.mark.exhaustive] if name in LONG_WINDOWS else [])
+        for name, plan in WINDOWS.items()
+    ],
+)
 @pytest.mark.parametrize("B", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_windows(candidate, monkeypatch, T, L, n, outer, B):
     def windows(*_, backward=False, **__):
@@ -349,7 +366,9 @@ def direct(monkeypatch):
 
 
 @pytest.mark.parametrize("major", [False, True], ids=["last", "major"])
-@pytest.mark.parametrize("optional", [PLAIN, GATED], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    "optional", [pytest.param(PLAIN, marks=pytest.mark.exhaustive), GATED], ids=["plain", "gated"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.exhaustive)])
 def test_recorded_calls_are_replayed(every, optional, dtype, major):
     """From the third call of a kind on, each way: launches and PyTorch's calls between them, in their order;
@@ -380,7 +399,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("name", "L", "major"), VARIANTS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "some", [slice(1, 4), pytest.param(slice(4, None), marks=pytest.mark.exhaustive)], ids=["first", "others"]
 )
@@ -599,8 +618,8 @@ def test_direct_leaves_to_others_what_it_has_no_kernel_for(direct):
     "args",
     [
         tensors(9, 256, 8, 256, torch.float16, PLAIN, major=True, wide_filter=False),
-        tensors(9, 256, 8, 256, torch.float16, PLAIN),
-        tensors(9, 140, 8, 50),
+        pytest.param(tensors(9, 256, 8, 256, torch.float16, PLAIN), marks=pytest.mark.exhaustive),
+        tensors(5, 140, 4, 50),
     ],
     ids=["major", "wide filter", "gated float32"],
 )

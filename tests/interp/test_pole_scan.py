@@ -111,7 +111,7 @@ def test_gradcheck_of_the_reference():
     assert torch.autograd.gradcheck(reference, args)
 
 
-LONG = [((2, 128, 33, 3), True), ((1, 100, 5, 16), False)]
+LONG = [((2, 40, 33, 3), True), ((1, 33, 5, 16), False)]
 FORMS = [
     *itertools.product([(2, 1, 3, 1), (1, 7, 2, 5)], [False, True]),
     *LONG,
@@ -134,7 +134,7 @@ def test_many_chunks(T):
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("K", [3, pytest.param(16, marks=pytest.mark.exhaustive)])
 def test_every_variant_is_as_exact_as_the_default(K):
-    args = tensors(1, 21, 40, K)
+    args = tensors(1, 12, 17, K)
     for axis, tilings in triton.variants(OP.case(args)).items():
         for tiling in tilings[1:]:
             assert_native(args, fn=triton.bind(variants.text({axis: tiling})))
@@ -209,7 +209,7 @@ def test_only_what_is_wanted_is_computed():
     assert not torch.autograd.grad(triton(*some)[1], some[3], dys[1])[0].any()
 
 
-@settings(max_examples=settings.default.max_examples // 8)
+@settings(max_examples=settings.default.max_examples // 16)
 @given(
     B=st.integers(1, 3),
     T=st.integers(1, 30),
