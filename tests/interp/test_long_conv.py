@@ -619,7 +619,7 @@ def test_direct_leaves_to_others_what_it_has_no_kernel_for(direct):
     [
         tensors(9, 256, 8, 256, torch.float16, PLAIN, major=True, wide_filter=False),
         pytest.param(tensors(9, 256, 8, 256, torch.float16, PLAIN), marks=pytest.mark.exhaustive),
-        tensors(5, 140, 4, 50),
+        tensors(9, 140, 8, 50),
     ],
     ids=["major", "wide filter", "gated float32"],
 )

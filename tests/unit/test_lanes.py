@@ -28,7 +28,9 @@ def lanes(tmp_path: Path):
         shutil.copy(conftest, copy)
     outer = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS")
 
-    def run(*names: str, pytest_arguments: tuple[str, ...] = (), **files: str) -> tuple[int, list[str]]:
+    def run(
+        *names: str, pytest_arguments: tuple[str, ...] = (), workers: str = "0", **files: str
+    ) -> tuple[int, list[str]]:
         for name, text in files.items():
             lane, _, test = name.partition("_")
             (tmp_path / "tests" / lane / f"test_{test}.py").parent.mkdir(exist_ok=True)
@@ -40,7 +42,7 @@ def lanes(tmp_path: Path):
             command,
             cwd=tmp_path,
             env={key: value for key, value in os.environ.items() if key not in outer}
-            | {"PYTEST_XDIST_AUTO_NUM_WORKERS": "1"},
+            | {"PYTEST_XDIST_AUTO_NUM_WORKERS": workers},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
