@@ -10,7 +10,7 @@ from bakeoff.select.declare.case import Case, TensorMeta
 from bakeoff.select.declare.lists import ListMeta, TensorList
 from bakeoff.select.declare.op import Op
 
-__all__ = ["DRAWS", "cotangent", "inputs"]
+__all__ = ["DRAWS", "cotangent", "inputs", "nudged"]
 
 _APART = 1 << 32  # between an input's seed and a gradient's: equal draws would hide errors that cancel
 DRAWS = ("normal", "adversarial")
@@ -74,6 +74,18 @@ def cotangent(output: torch.Tensor, args: Sequence[Any], seed: int, kind: str = 
         return _normal(TensorMeta.of(laid), generator, device)
     turned = TensorMeta.dense((*shape[:-2], shape[-1], shape[-2]), dtype)
     return _normal(turned, generator, device).transpose(-1, -2)
+
+
+def nudged(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A copy of which each number is up to two units in its last place away: so hard a draw as before, but
+    all roundings fall otherwise."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    once = tensor.detach()[tuple(slice(1 if step == 0 else None) for step in tensor.stride())]
+    units = torch.randint(-2, 3, once.shape, generator=generator, device=tensor.device)
+    moved = once * (1 + units * torch.finfo(tensor.dtype).eps).to(once.dtype)
+    meta = TensorMeta.of(tensor)
+    return _placed(moved.expand(tensor.shape), meta).requires_grad_(tensor.requires_grad)
 
 
 def _placed(drawn: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

@@ -2,12 +2,15 @@
 
 There are no hand-tuned tolerances. The yardstick is the eager candidate's own error in the same dtype:
 a candidate passes while its error is at most twice that, plus the rounding of one store and, where a gradient
-is a long sum, that of a float32 sum in another order.
+is a long sum, that of a float32 sum in another order. Eager may have been lucky with a draw, on which its few
+roundings cancel: before a candidate is called inaccurate, eager's errors are taken from further draws, too,
+which differ from this one in the last bits alone.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +18,7 @@ import torch
 
 from bakeoff.errors import ContestError
 from bakeoff.select.contests.copies import Copies, Rejected, tensors_in
-from bakeoff.select.contests.draw import DRAWS, cotangent, inputs
+from bakeoff.select.contests.draw import DRAWS, cotangent, inputs, nudged
 from bakeoff.select.contests.exact import each, exact_results
 from bakeoff.select.contests.poison import Poison, fenced, unchanged
 from bakeoff.select.contests.results import outputs_of, results, wants_grad
@@ -37,6 +40,7 @@ __all__ = [
 ]
 
 FACTOR = 2.0
+_FURTHER = 4  # draws that may show what eager's error usually is
 _MARGIN = 1.01  # an error that a value on the edge of its dtype's range may have
 _PIECE = 1 << 25  # elements of the largest float64 piece
 
@@ -79,6 +83,19 @@ class Yardstick:
     evenness: dict[str, float]
     aliases: set[int]
     """Outputs that share memory with an argument in plain PyTorch too."""
+    further: Callable[[int], dict[str, Errors]]
+    """Eager's errors on the i-th further draw of this kind."""
+    looked: int = 0
+    """How many further draws `eager` holds the largest errors of."""
+
+    def look_further(self) -> bool:
+        """Take one more draw into account; False where there is none left."""
+        if self.looked == _FURTHER:
+            return False
+        found = self.further(self.looked)
+        self.looked += 1
+        self.eager = {name: mine.larger(found[name]) for name, mine in self.eager.items()}
+        return True
 
 
 def yardsticks(op: Op, case: Case, called: Case | None = None, seed: int = 0) -> Iterator[Yardstick]:
@@ -113,8 +130,13 @@ def _one_item_fewer(op: Op, case: Case) -> Case | None:
     return case.replace(**cut) if cut else None
 
 
-def _yardstick(op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str) -> Yardstick:
+def _yardstick(
+    op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str, nudge: int = 0
+) -> Yardstick:
     args = inputs(op, case, seed, kinds[0])
+    if nudge:
+        generator = torch.Generator(device=case.device).manual_seed(nudge)
+        args = [each(partial(nudged, generator=generator), a) for a in args]
     run = Copies(op, args) if op.mutates else None
     given = run.args if run else args
     outputs = outputs_of(op.incumbent.implementation, given)
@@ -136,7 +158,12 @@ def _yardstick(op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str
     most = max((dy.numel() for dy in cotangents), default=0)
     terms = {name: max(1.0, most / max(tensor.numel(), 1)) for name, tensor in got.items()}
     evenness = {name: _evenness(tensor) for name, tensor in exact.items()}
-    return Yardstick(where, args, cotangents, names, exact, dtypes, eager, terms, evenness, aliases)
+    further = partial(_further, op, case, seed, kinds)
+    return Yardstick(where, args, cotangents, names, exact, dtypes, eager, terms, evenness, aliases, further)
+
+
+def _further(op: Op, case: Case, seed: int, kinds: tuple[str, str], number: int) -> dict[str, Errors]:
+    return _yardstick(op, case, seed, kinds, "", nudge=number + 1).eager
 
 
 def _float64_errors(
@@ -250,7 +277,7 @@ def _aliases(outputs: list[torch.Tensor], args: list[Any]) -> set[int]:
 
 def judge(name: str, tensor: torch.Tensor, stick: Yardstick) -> Errors:
     """The errors of the result called `name`; raises `Rejected` where they are larger than is allowed."""
-    exact, eager, dtype = stick.exact[name], stick.eager[name], stick.dtypes[name]
+    exact, dtype = stick.exact[name], stick.dtypes[name]
     if tensor.dtype != dtype or tensor.shape != exact.shape:
         raise Rejected(f"{name} is {tensor.dtype}{list(tensor.shape)}, not {dtype}{list(exact.shape)}")
     bad = ~torch.isfinite(tensor) & torch.isfinite(exact)
@@ -268,13 +295,15 @@ def judge(name: str, tensor: torch.Tensor, stick: Yardstick) -> Errors:
         store / 32 + 2 * unit + (store + chain / 4) / stick.evenness[name] ** 0.5,
     )
     for norm in ("max", "rms", "gain"):
-        mine, bound = getattr(errors, norm), FACTOR * getattr(eager, norm) + getattr(floors, norm)
-        if not mine <= bound:
-            place = f" at {_worst_index(tensor, exact)}" if norm == "max" else ""
-            raise Inaccurate(
-                f"{name} is wrong: {norm} error {mine:.2g}{place}, eager's is {getattr(eager, norm):.2g}, "
-                f"allowed {bound:.2g} ({stick.where})"
-            )
+        mine, floor = getattr(errors, norm), getattr(floors, norm)
+        while not mine <= FACTOR * getattr(stick.eager[name], norm) + floor:
+            if not stick.look_further():
+                eager = getattr(stick.eager[name], norm)
+                place = f" at {_worst_index(tensor, exact)}" if norm == "max" else ""
+                raise Inaccurate(
+                    f"{name} is wrong: {norm} error {mine:.2g}{place}, eager's is {eager:.2g}, "
+                    f"allowed {FACTOR * eager + floor:.2g} ({stick.where})"
+                )
     return errors
 
 
