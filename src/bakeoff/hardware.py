@@ -51,6 +51,8 @@ class Facts(msgspec.Struct, frozen=True):
     cuda: str
     driver: str = ""
     python: str = ""
+    overrides: str = ""
+    """PyTorch's operators that run on kernels written in a DSL, not on those compiled into it."""
 
     @property
     def same_machine(self) -> tuple[str, int, int]:
@@ -58,9 +60,9 @@ class Facts(msgspec.Struct, frozen=True):
         return self.device, self.sms, round(self.memory / 2**30)
 
     @property
-    def same_software(self) -> tuple[str, str, str, str]:
+    def same_software(self) -> tuple[str, str, str, str, str]:
         """The part whose change makes a verdict stale."""
-        return self.torch, self.triton, self.cuda, self.driver
+        return self.torch, self.triton, self.cuda, self.driver, self.overrides
 
 
 class Ceilings(msgspec.Struct, frozen=True):
@@ -71,9 +73,33 @@ class Ceilings(msgspec.Struct, frozen=True):
     matmul_dtype: str
 
 
-@functools.cache
 def facts(device: str = "cuda") -> Facts:
-    """The facts of `device` ("cpu", "cuda" or "cuda:N")."""
+    """The facts of `device` ("cpu", "cuda" or "cuda:N"); what PyTorch overrides may change while it runs."""
+    return msgspec.structs.replace(_lasting_facts(device), overrides=overrides())
+
+
+def overrides() -> str:
+    """The operators that PyTorch (2.13 or newer) routes to kernels in a DSL now, as by
+    ``torch.backends.python_native``; "" where there are none."""
+    native = getattr(torch.backends, "python_native", None)
+    if native is None:
+        return ""
+    found = []
+    try:
+        for dsl in native.available_dsls:
+            controller = getattr(native, dsl)
+            operators = [
+                name for name in native.get_dsl_operations(dsl) if not native.is_operation_disabled(name)
+            ]
+            if controller.enabled and operators:
+                found.append(f"{dsl} {controller.version}: {' '.join(sorted(operators))}")
+    except (AttributeError, ImportError, RuntimeError, TypeError) as error:  # a young interface
+        return f"unknown: {type(error).__name__}"
+    return "; ".join(found)
+
+
+@functools.cache
+def _lasting_facts(device: str) -> Facts:
     import importlib.metadata
 
     try:

@@ -15,7 +15,8 @@ from bakeoff.ops.long_conv.op import OP
 from bakeoff.ops.long_conv.reference import fast_length
 from bakeoff.ops.long_conv.reference import long_conv as reference
 from bakeoff.select import Candidate, Case, TensorMeta
-from bakeoff.select.contests.verify import Inaccurate, verify, yardsticks
+from bakeoff.select.contests.judge import Inaccurate
+from bakeoff.select.contests.verify import verify, yardsticks
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import key
 

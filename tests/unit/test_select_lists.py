@@ -22,7 +22,7 @@ from bakeoff.select.contests.draw import inputs
 from bakeoff.select.contests.exact import exact_results
 from bakeoff.select.contests.lists import fenced_list, rows_of, same_memory, shapes
 from bakeoff.select.contests.measure import work
-from bakeoff.select.contests.worker import _decode, _encode
+from bakeoff.select.contests.wire import decode_dtype, encode_dtype
 from bakeoff.select.declare.arguments import FLOATING, Arguments, Number, Tensors
 from bakeoff.select.declare.key import key, round_list
 
@@ -326,7 +326,9 @@ def test_keys_notation_and_the_worker_know_lists() -> None:
     assert read_case(made, parts[1], "cpu").xs == ListMeta(160, 134_217_728, torch.float32)
     strided = case().replace(xs=ListMeta(5, 3001, torch.float32, contiguous=False))
     assert "xs=fp32[5 tensors, 3001]:strided" in write_case(made, strided)
-    sent = msgspec.json.decode(msgspec.json.encode(strided, enc_hook=_encode), type=Case, dec_hook=_decode)
+    sent = msgspec.json.decode(
+        msgspec.json.encode(strided, enc_hook=encode_dtype), type=Case, dec_hook=decode_dtype
+    )
     assert sent == strided
     assert explain(made, tensors(2, 3), tensors(2, 3)).choice == "foreach"
 

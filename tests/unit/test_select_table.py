@@ -23,9 +23,9 @@ from bakeoff.errors import TableError
 from bakeoff.select import Candidate, Op
 from bakeoff.select.choose import table as tables
 from bakeoff.select.choose.table import Store, Table, cache_dir, read, write
+from bakeoff.select.contests.judge import Errors
 from bakeoff.select.contests.measure import Timing
 from bakeoff.select.contests.verdict import Trial, Verdict
-from bakeoff.select.contests.verify import Errors
 from bakeoff.select.declare.key import key
 from tests.unit import zoo
 

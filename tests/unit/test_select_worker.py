@@ -15,9 +15,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_struct
 
 from bakeoff.errors import ContestError
+from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.verdict import Trial, Verdict
+from bakeoff.select.contests.wire import Request, unlike_asked
 from bakeoff.select.contests.worker import Worker, home_of, op_at
 from tests.unit import zoo
 
@@ -74,6 +77,33 @@ def test_the_worker_of_the_last_contest_is_used_again(worker: Worker) -> None:
     (verdict,) = worker.contest(zoo.CALM, zoo.case(17, 8, torch.bfloat16), ("eager",), 0.01)
     assert worker.process.pid == pid
     assert verdict.key == "zoo_calm(x=bf16[20,8]', w=bf16[8]') cpu eager"
+
+
+def test_who_meddles_with_the_worker_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bakeoff.select.contests.worker._END_S", 0.5)
+    with Worker() as worker:
+        (verdict,) = worker.contest(zoo.MEDDLING, zoo.case(), ("eager",), 0.01)
+    assert {t.candidate: t.rejected for t in verdict.trials} == {
+        "eager": None,
+        "good": None,
+        "closes_the_pipe": "closes the pipe by which the worker answers",
+        "writes_garbage": "writes to the pipe by which the worker answers",
+        "forks": "forks the process (normal inputs, seed 0)",
+        "answers_itself": "answers a contest that is over",
+    }
+
+
+def test_verdicts_that_were_not_asked_for_are_no_verdicts() -> None:
+    (right,) = contest(zoo.CALM, zoo.case(), budget_s=0.01)
+    request = Request(zoo.CALM.home, zoo.case(), ("eager",), 0.01, {}, False, False, False, 1, "high")
+    assert unlike_asked(zoo.CALM, request, [right]) == ""
+    for wrong, problem in (
+        ([], "are about"),
+        ([replace_struct(right, key="zoo_calm() cpu eager")], "are about"),
+        ([replace_struct(right, trials=right.trials[:1])], "judge"),
+        ([replace_struct(right, winner="no such")], "let 'no such' win"),
+    ):
+        assert unlike_asked(zoo.CALM, request, wrong).startswith(problem)
 
 
 def test_a_hang_is_ended_and_rejected() -> None:

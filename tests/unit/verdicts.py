@@ -8,8 +8,8 @@ import pytest
 
 from bakeoff.select import Case, Op, Trial, Verdict
 from bakeoff.select.choose import policy
+from bakeoff.select.contests.judge import Errors
 from bakeoff.select.contests.measure import Timing
-from bakeoff.select.contests.verify import Errors
 from bakeoff.select.declare.key import key
 
 DATE = "2026-01-02T03:04:05+00:00"

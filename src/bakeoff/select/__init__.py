@@ -4,7 +4,8 @@ from bakeoff.select.choose.agree import agree, tune_together
 from bakeoff.select.choose.call import call
 from bakeoff.select.choose.explain import Explanation, explain
 from bakeoff.select.choose.policy import configure, using
-from bakeoff.select.choose.tune import TuneReport, tune
+from bakeoff.select.choose.sentinel import Sentinel, replay, sentinel
+from bakeoff.select.choose.tune import TuneReport, tune, tune_missed
 from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.verdict import Trial, Verdict
 from bakeoff.select.declare.candidate import Candidate, Implementation
@@ -21,6 +22,7 @@ __all__ = [
     "Implementation",
     "ListMeta",
     "Op",
+    "Sentinel",
     "TensorList",
     "TensorMeta",
     "Trial",
@@ -34,7 +36,10 @@ __all__ = [
     "find_op",
     "register",
     "registry",
+    "replay",
+    "sentinel",
     "tune",
+    "tune_missed",
     "tune_together",
     "using",
 ]

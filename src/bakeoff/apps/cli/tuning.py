@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 
 from bakeoff.apps.cli.terminal import console, counted, working
@@ -13,7 +15,7 @@ from bakeoff.apps.train.data import Batches, ByteCorpus, split
 from bakeoff.apps.train.step import Stepper
 from bakeoff.device import named_device
 from bakeoff.models import build
-from bakeoff.select import TuneReport, tune, using
+from bakeoff.select import TuneReport, tune, tune_missed, using
 
 __all__ = ["print_unsettled", "rehearsed", "run"]
 
@@ -28,19 +30,18 @@ def run(
     peers: bool,
     force: bool,
     thorough: bool,
+    missed: bool = False,
 ) -> None:
-    """Hold the contests of one real step of the configured recipe and print what was decided."""
-    config = configured(words, file, data=data)
+    """Hold the contests of one real step of the configured recipe, or those for what calls have missed, and
+    print what was decided."""
     out = console()
-    with working(out, "preparing one step") as status:
-        report, device = rehearsed(
-            config,
-            (_THOROUGH_S if thorough else _BUDGET_S) if budget is None else budget,
-            peers=peers,
-            force=force,
-            thorough=thorough,
-            announce=status.update,
-        )
+    budget_s = (_THOROUGH_S if thorough else _BUDGET_S) if budget is None else budget
+    with working(out, "preparing") as status:
+        options: Any = {"peers": peers, "force": force, "thorough": thorough, "announce": status.update}
+        if missed:
+            report, device = tune_missed(budget_s, **options), "cuda" if torch.cuda.is_available() else "cpu"
+        else:
+            report, device = rehearsed(configured(words, file, data=data), budget_s, **options)
     source = "measured now" if report.measured else "table"
     out.print(selection_table(explained(verdict, device, source) for verdict in report.verdicts))
     print_unsettled(report, out)

@@ -8,7 +8,8 @@ import torch
 
 from bakeoff import hardware
 from bakeoff.errors import PolicyError, Unsupported
-from bakeoff.select.choose import hot, policy
+from bakeoff.select.choose import hot, missed, policy, sentinel
+from bakeoff.select.choose.require import required
 from bakeoff.select.choose.table import Found, differences
 from bakeoff.select.choose.tune import note, recordings, settle
 from bakeoff.select.declare.candidate import Candidate
@@ -138,6 +139,11 @@ def decide(op: Op, case: Case, fingerprint: tuple[Any, ...]) -> Callable[..., An
     if note(op, case, settings.on(case.device)):
         return choose(op, case, policy.unsettled(settings)).call
     choice, decided = choose(op, case, settings), policy.memo(settings)
+    if op.name not in dict(settings.overrides):
+        name = key(op, case, settings.on(case.device))
+        checking = sentinel.watched(op, case, name, choice.candidate, choice.variant, choice.found)
+        if checking is not None:
+            return checking
     if hot.before_capture(fingerprint) is None or _may_begin_under_capture(op, choice.candidate, settings):
         implementation = choice.call
     else:  # what warming up has run, which has compiled
@@ -169,6 +175,15 @@ def _loads_under_capture() -> bool:
 
 
 def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
+    """`_chosen`, but plain PyTorch where the sentinel saw what was chosen go wrong."""
+    choice = _chosen(op, case, settings)
+    if op.name in dict(settings.overrides):
+        return choice
+    why = sentinel.quarantined(key(op, case, settings.on(case.device)), choice.candidate.name)
+    return choice if why is None else Choice(op.incumbent, why, choice.found)
+
+
+def _chosen(op: Op, case: Case, settings: policy.Settings) -> Choice:
     """The decision for `case` under `settings`; holds a contest only under the ``tune`` policy.
 
     A candidate that a verdict ranks runs in the configuration it was measured with. What is forced, or taken
@@ -180,6 +195,11 @@ def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
     if settings.policy == "off":
         return Choice(op.incumbent, "selection is off", None)
     name = key(op, case, settings.on(case.device))
+    if settings.require:
+        known = policy.store.lookup(op, name, case.device)
+        if known is None and settings.policy == "tune" and _may_tune(case, settings.regime):
+            settle(op, case, settings.on(case.device))
+        return Choice(*required(op, case, name), None)
     if settings.policy == "pinned":
         found = _pinned(op, name, case.device, settings)
     elif settings.policy == "heuristic":
@@ -223,6 +243,8 @@ def _missed(op: Op, case: Case, settings: policy.Settings, name: str) -> Choice:
     if settings.policy == "pinned":
         say_once(f"{name} is not in {settings.pinned}: plain PyTorch is used", logging.WARNING)
         return Choice(op.incumbent, "not in the pinned table", None)
+    if settings.policy == "table":
+        missed.keep(op, case, settings.on(case.device), name)
     guess = op.by_name[op.heuristic(case, settings.on(case.device))]
     reasons = guess.reasons(case)
     if reasons:

@@ -31,6 +31,8 @@ class Settings(msgspec.Struct, frozen=True):
     overrides: tuple[tuple[str, str], ...] = ()
     pinned: str = ""
     """The table file of the ``pinned`` policy."""
+    require: str = ""
+    """A property that candidates must have been seen to have: ``batch_invariant``, or none."""
 
     def on(self, device: str) -> str:
         """The regime of a call on `device` now. Only CUDA has graphs; while one is being captured the regime
@@ -53,15 +55,19 @@ def current() -> Settings:
     return _context.get() or (_entered[-1] if _entered else _base)
 
 
-def configure(policy: str | None = None, regime: str | None = None, **overrides: str) -> None:
+def configure(
+    policy: str | None = None, regime: str | None = None, require: str | None = None, **overrides: str
+) -> None:
     """Set selection for the rest of the process, as `using` does for a block; blocks keep their own."""
     global _base
-    _base = _changed(_base, policy, regime, overrides)
+    _base = _changed(_base, policy, regime, overrides, require)
     _follow()
 
 
 @contextlib.contextmanager
-def using(policy: str | None = None, *, regime: str | None = None, **overrides: str) -> Iterator[Settings]:
+def using(
+    policy: str | None = None, *, regime: str | None = None, require: str | None = None, **overrides: str
+) -> Iterator[Settings]:
     """Select differently inside a block.
 
     Args:
@@ -69,6 +75,9 @@ def using(policy: str | None = None, *, regime: str | None = None, **overrides: 
             miss) | ``tune`` (hold a contest on a miss) | ``pinned:FILE`` (that table and nothing else; plain
             PyTorch on a miss) | ``strict`` (a miss is an error).
         regime: ``eager`` (host time counts) or ``graph`` (device time, for calls captured in a CUDA graph).
+        require: ``batch_invariant``: only candidates whose results for a row were seen not to depend on how
+            many other rows there are, and one and the same for all numbers of rows, so that prefill and
+            decoding agree in every bit; a call for which none is known is an error. "" requires nothing.
         overrides: ``op="candidate"`` forces a candidate; it raises where it can't run.
 
     Raises:
@@ -80,7 +89,7 @@ def using(policy: str | None = None, *, regime: str | None = None, **overrides: 
         ...     bakeoff.ops.rms_norm(torch.ones(2, 4)).shape
         torch.Size([2, 4])
     """
-    settings = _changed(current(), policy, regime, overrides)
+    settings = _changed(current(), policy, regime, overrides, require)
     outer = _context.get()
     _entered.append(settings)
     _context.set(settings)
@@ -98,16 +107,17 @@ def using(policy: str | None = None, *, regime: str | None = None, **overrides: 
 
 def unsettled(settings: Settings) -> Settings:
     """`settings` for a call that must neither hold a contest nor fail for want of one."""
-    if settings.policy in ("tune", "strict"):
-        return msgspec.structs.replace(settings, policy="table")
+    if settings.policy in ("tune", "strict") or settings.require:
+        policy = "table" if settings.policy in ("tune", "strict") else settings.policy
+        return msgspec.structs.replace(settings, policy=policy, require="")
     return settings
 
 
 @contextlib.contextmanager
 def untuned() -> Iterator[None]:
     """Inside, calls are of shapes that nobody tunes: see `unsettled`."""
-    changed = unsettled(current()).policy
-    with using(None if changed == current().policy else changed):
+    changed = unsettled(current())
+    with using(None if changed.policy == current().policy else changed.policy, require=changed.require):
         yield
 
 
@@ -129,7 +139,13 @@ def pinned_table(settings: Settings) -> Table:
     return _pinned[settings.pinned]
 
 
-def _changed(old: Settings, policy: str | None, regime: str | None, overrides: dict[str, str]) -> Settings:
+def _changed(
+    old: Settings,
+    policy: str | None,
+    regime: str | None,
+    overrides: dict[str, str],
+    require: str | None = None,
+) -> Settings:
     name, pinned = old.policy, old.pinned
     if policy is not None:
         name, _, argument = policy.removesuffix(")").replace("(", ":", 1).partition(":")
@@ -144,10 +160,15 @@ def _changed(old: Settings, policy: str | None, regime: str | None, overrides: d
         pinned = _file(argument) if argument else ""
     if regime is not None and regime not in REGIMES[:2]:
         raise PolicyError(f"there is no regime {regime!r} to set; use 'eager' or 'graph'")
+    if require not in (None, "", "batch_invariant"):
+        raise PolicyError(f"nothing is known of {require!r}; what can be required is 'batch_invariant'")
     for op, candidate in overrides.items():
         find_op(op).candidate(candidate)
     merged = {**dict(old.overrides), **overrides}
-    settings = Settings(name, regime or old.regime, tuple(sorted(merged.items())), pinned)
+    required = old.require if require is None else require
+    if required and name in ("off", "pinned"):
+        raise PolicyError(f"the policy {name!r} chooses whatever is required: use another, or require ''")
+    settings = Settings(name, regime or old.regime, tuple(sorted(merged.items())), pinned, required)
     if settings.pinned:
         pinned_table(settings)
     return settings

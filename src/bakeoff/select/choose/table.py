@@ -6,12 +6,15 @@ that can't be trusted is set aside and measured again; it never stops a run.
 """
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import importlib.resources
 import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +32,7 @@ __all__ = ["Found", "Store", "Table", "cache_dir", "differences", "read", "write
 
 log = logging.getLogger("bakeoff")
 _LARGEST = 64 * 2**20
+_LOCK_S = 10.0  # a table is written in milliseconds
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -152,6 +156,16 @@ class Store:
                 return Found(row, source, stale=table.facts.same_software != here.same_software)
         return None
 
+    def rows(self, op: Op, device: str) -> dict[str, Verdict]:
+        """All verdicts on `op` that hold here, by key; the best layer's where several know one."""
+        if self.agreed is not None:
+            return {name: row for name, row in self.agreed.items() if row.op == op.name}
+        found = {name: row for (kind, name), row in self.fresh.items() if kind == _kind(device)}
+        for _, path in self._layers(device):
+            table = self._load(path, device)
+            found = {**(table.rows if table else {}), **found}
+        return {name: row for name, row in found.items() if _current(op, row)}
+
     def add(self, verdicts: Iterable[Verdict], device: str) -> None:
         """Keep verdicts, in memory and in the user's table; an unwritable disk is reported once."""
         rows = {verdict.key: verdict for verdict in verdicts}
@@ -253,7 +267,9 @@ def _file_name(facts: hardware.Facts) -> str:
     def plain(parts: Iterable[object]) -> str:
         return re.sub(r"[^a-z0-9]+", "-", "-".join(map(str, parts)).lower()).strip("-")
 
-    return f"{plain(facts.same_machine)}.{plain(facts.same_software)}.json"
+    *versions, overrides = facts.same_software
+    mark = [hashlib.sha256(overrides.encode()).hexdigest()[:8]] if overrides else []
+    return f"{plain(facts.same_machine)}.{plain([*versions, *mark])}.json"
 
 
 def _kind(device: str) -> str:
@@ -262,6 +278,16 @@ def _kind(device: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[Any]:
+    """The lock of a table; OSError where another process holds it for too long, as one that is stopped."""
     with open(path.with_suffix(".lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _LOCK_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    text = f"another process has held {file.name} for {_LOCK_S:g} s; end it"
+                    raise OSError(errno.EWOULDBLOCK, text) from None
+                time.sleep(0.02)
         yield

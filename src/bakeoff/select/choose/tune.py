@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -15,14 +16,14 @@ from bakeoff.errors import ContestError, PolicyError
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.table import cache_dir
 from bakeoff.select.contests.contest import contest, regimes_of
-from bakeoff.select.contests.side_by_side import Outcome, Wanted, Workers, fitting
+from bakeoff.select.contests.side_by_side import Outcome, Wanted, Workers, fitting, most_jobs
 from bakeoff.select.contests.verdict import Verdict
 from bakeoff.select.contests.worker import STAGE_LIMIT_S, home_of
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.key import REGIMES, key
 from bakeoff.select.declare.op import Op
 
-__all__ = ["TuneReport", "settle", "tune"]
+__all__ = ["TuneReport", "settle", "tune", "tune_missed"]
 
 log = logging.getLogger("bakeoff")
 _PER_KEY_S = 1.5
@@ -91,7 +92,8 @@ def tune(
 
     Raises:
         PolicyError: an unknown regime; or the ranks of this job have agreed already (`tune_together`).
-        ValueError: a budget that isn't a number of seconds, or jobs that are no number.
+        ValueError: a budget that isn't a number of seconds, or jobs that are no number, or more than the
+            machine has cores.
 
     Example:
         >>> import torch, bakeoff
@@ -106,6 +108,8 @@ def tune(
         raise ValueError(f"budget_s={budget_s!r} must be a number of seconds, at least 0")
     if not isinstance(jobs, int) or jobs < 0:
         raise ValueError(f"jobs={jobs!r} must be a number of contests; 0 is as many as suit the machine")
+    if jobs > most_jobs():
+        raise ValueError(f"jobs={jobs} are more than this machine carries: at most {most_jobs()}")
     if policy.store.agreed is not None:
         if dist.is_available() and dist.is_initialized():
             raise PolicyError(
@@ -200,6 +204,20 @@ def _rounds(wanted: dict[Place, Wanted], jobs: int) -> Iterator[list[Place]]:
         yield others[i : i + jobs]
     for place in here:
         yield [place]
+
+
+def tune_missed(budget_s: float = 60.0, **options: Any) -> TuneReport:
+    """Hold the contests for what calls asked the table for and did not find, here or in earlier processes;
+    `options` as of `tune`. Does nothing where nothing was missed."""
+    from bakeoff.select.choose import missed  # which reads tables that tuning writes
+
+    def step() -> None:
+        for op, case, regime in missed.misses().values():
+            note(op, case, regime)
+
+    report = tune(step, budget_s, **options)
+    missed.settled()
+    return report
 
 
 def note(op: Op, case: Case, regime: str) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from bakeoff.select.contests.copies import Copies, Rejected, tensors_in
+from bakeoff.select.contests.judge import judge
 from bakeoff.select.contests.results import outputs_of, results
-from bakeoff.select.contests.verify import Yardstick, judge
+from bakeoff.select.contests.yardstick import Yardstick
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.lists import TensorList
 from bakeoff.select.declare.op import Op
@@ -36,9 +37,9 @@ def keep_apart(op: Op, candidate: Candidate, stick: Yardstick) -> None:
     with torch.no_grad():
         for a, other in zip(stick.args, there.args, strict=True):
             if isinstance(other, TensorList):
-                torch._foreach_copy_(other, a)
+                torch._foreach_copy_([t.data for t in other], list(a))
             elif isinstance(other, torch.Tensor) and _writable(other):
-                other.copy_(a)
+                other.data.copy_(a)  # which an optimizer or an exchange of weights may do: no version tells
     outputs = outputs_of(candidate.implementation, there.args)
     again = results(outputs, there.args, stick.cotangents, stick.names) | there.new_values()
     _judge("after other values lay where its inputs are (does it remember by address?)", again, stick)

@@ -4,18 +4,21 @@
 crashes or hangs is a rejection and not the end of a training run.
 """
 
+import dataclasses
 import datetime
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from bakeoff import hardware
 from bakeoff.errors import ContestError
-from bakeoff.select.contests.apart import keep_apart
+from bakeoff.select.contests.examine import batch_invariant, examine
 from bakeoff.select.contests.failure import printable, reason
+from bakeoff.select.contests.judge import Errors, Inaccurate
 from bakeoff.select.contests.measure import (
     GraphTimer,
     HostTimer,
@@ -28,9 +31,11 @@ from bakeoff.select.contests.measure import (
     timed,
     work,
 )
+from bakeoff.select.contests.region import in_region
 from bakeoff.select.contests.screening import Entrant, Screening
 from bakeoff.select.contests.verdict import Trial, Verdict, decide
-from bakeoff.select.contests.verify import Errors, Inaccurate, Yardstick, verify, yardsticks
+from bakeoff.select.contests.verify import verify
+from bakeoff.select.contests.yardstick import Yardstick, yardsticks
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.key import key
@@ -85,7 +90,7 @@ def contest(
     out = {} if for_the_record else {c.name: _BASELINE for c in op.candidates if c.baseline}
     out |= skip or {}
     try:
-        stick, passed, rejected, inaccurate = _qualify(op, case, called, out, announce)
+        stick, passed, rejected, inaccurate, invariant = _qualify(op, case, called, out, announce)
         screening = Screening(op, case, skip or {}, thorough=thorough, announce=announce, clock=clock)
         screening.compile(stick, list(passed), budget_s)
         timed_too = inaccurate if for_the_record else ()
@@ -103,7 +108,9 @@ def contest(
     share = (budget_s if thorough else screening.left(budget_s)) / len(regimes)
     measured = {}
     for regime in regimes:
-        measured[regime] = _measure(op, case, regime, entrants, sets, timers[regime], share, clock, announce)
+        measured[regime] = _measure(
+            op, case, regime, entrants, sets, timers[regime], share, clock, announce, stick
+        )
     warning = hardware.disturbance(case.device, before)
     del sets
     wrong = _recheck(op, stick, {name: c for name, c in entrants.items() if name not in inaccurate}, announce)
@@ -116,21 +123,25 @@ def contest(
         trials = _trials(
             op, case, hashes, passed, timings, out, peaks, tuned, screening, everything=for_the_record
         )
+        trials = [
+            msgspec.structs.replace(t, batch_invariant=t.candidate in invariant and not t.rejected)
+            for t in trials
+        ]
         verdicts.append(_verdict(op, case, regime, trials, warning, thorough=thorough))
     return verdicts
 
 
 def _qualify(
     op: Op, case: Case, called: Case, rejected: dict[str, str], announce: Announce
-) -> tuple[Yardstick, dict[str, tuple[Errors, bool]], dict[str, str], set[str]]:
-    """A yardstick to verify again by, what passed, why the others did not, and which of these are out for
-    their error alone."""
+) -> tuple[Yardstick, dict[str, tuple[Errors, bool]], dict[str, str], set[str], set[str]]:
+    """A yardstick to verify again by, what passed, why the others did not, which of these are out for their
+    error alone, and what is batch invariant."""
     for candidate in op.candidates:
         reasons = candidate.reasons(case)
         if reasons and candidate.name not in rejected:
             rejected[candidate.name] = "; ".join(reasons)
     passed: dict[str, tuple[Errors, bool]] = {}
-    inaccurate = set()
+    inaccurate, invariant = set(), set()
     kept: Yardstick | None = None
     announce("prepare the reference")
     for stick in yardsticks(op, case, called):
@@ -142,7 +153,9 @@ def _qualify(
             try:
                 errors, repeats = verify(op, candidate, [stick])
                 if name not in passed:
-                    keep_apart(op, candidate, stick)
+                    examine(op, candidate, stick)
+                    if batch_invariant(op, candidate, stick):
+                        invariant.add(name)
             except Exception as error:  # whatever a candidate raises is its rejection
                 rejected[name] = reason(name, error)
                 passed.pop(name, None)
@@ -159,7 +172,7 @@ def _qualify(
         raise ContestError(
             f"{op.name}: the incumbent {op.incumbent.name!r} itself fails: {rejected[op.incumbent.name]}"
         )
-    return kept, passed, rejected, inaccurate
+    return kept, passed, rejected, inaccurate, invariant
 
 
 def _recheck(
@@ -214,19 +227,40 @@ def _measure(
     budget_s: float,
     clock: Callable[[], float],
     announce: Announce,
+    stick: Yardstick,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     unfit = {name: why for name, candidate in entrants.items() if (why := _unfit(candidate, regime))}
 
+    if regime == "compiled":
+        entrants = {name: in_region(candidate) for name, candidate in entrants.items() if name not in unfit}
+        unfit |= _wrong_in_place(op, stick, entrants, announce)
+
     def prepared(name: str) -> Work:
         announce(f"{name}: measure ({regime})")
-        call = entrants[name].implementation
-        return work(op, case, _in_situ(call) if regime == "compiled" else call, sets)
+        return work(op, case, entrants[name].implementation, sets)
 
     works = {name: partial(prepared, name) for name in entrants if name not in unfit}
     timings, failed = timed(works, timer, budget_s, clock, announce)
     if not timings:
         raise ContestError(f"{op.name}: the incumbent can't be measured: {failed[op.incumbent.name]}")
     return timings, {**unfit, **failed}
+
+
+def _wrong_in_place(
+    op: Op, stick: Yardstick, regions: Mapping[str, Candidate], announce: Announce
+) -> dict[str, str]:
+    """Which candidates are wrong as torch.compile traces them, and why; the incumbent is what it makes of
+    plain PyTorch."""
+    wrong = {}
+    for name, candidate in regions.items():
+        if name == op.incumbent.name:
+            continue
+        announce(f"{name}: compile and verify in place")
+        try:
+            verify(op, candidate, [dataclasses.replace(stick, again="")])  # one region a candidate
+        except Exception as error:
+            wrong[name] = f"inside torch.compile, {reason(name, error)}"
+    return wrong
 
 
 def _unfit(candidate: Candidate, regime: str) -> str | None:
@@ -237,22 +271,6 @@ def _unfit(candidate: Candidate, regime: str) -> str | None:
     if regime == "compiled" and not candidate.traceable:
         return "can't be traced by torch.compile"
     return None
-
-
-def _in_situ(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The op inside a compiled region with pointwise neighbours, so that losing their fusion counts."""
-
-    def region(*args: Any) -> Any:
-        outputs = call(*[a * 1.5 if _is_floating(a) and a.dim() > 1 else a for a in args])
-        outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
-        return tuple(out * 1.5 if _is_floating(out) else out for out in outputs)
-
-    compiled: Callable[..., Any] = torch.compile(region, fullgraph=True)
-    return compiled
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _trials(

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from bakeoff.select.contests.lists import fenced_list, rows_of, same_memory
-from bakeoff.select.contests.poison import fenced, unchanged, written_inside
+from bakeoff.select.contests.poison import fenced, fresh_version, unchanged, written_inside
 from bakeoff.select.declare.lists import TensorList
 from bakeoff.select.declare.op import Op
 
@@ -24,7 +24,8 @@ class Copies:
     else must stay as it is.
     """
 
-    def __init__(self, op: Op, originals: Sequence[Any]) -> None:
+    def __init__(self, op: Op, originals: Sequence[Any], shift: int = 0) -> None:
+        """`shift`: how many elements tensors lie away from aligned memory; those of lists never do."""
         self.op, self.originals = op, originals
         self.args: list[Any] = []
         self._memory: dict[str, Tensor] = {}
@@ -35,7 +36,7 @@ class Copies:
                 self.args.append(TensorList.of(copies, name))
                 self._before[name] = TensorList.of(copies, name)
             elif isinstance(original, Tensor):
-                self.args.append(fenced(original))
+                self.args.append(fenced(original, shift))
             else:
                 self.args.append(original)
 
@@ -48,6 +49,10 @@ class Copies:
                 mutated = name in self.op.mutates
                 if not (written_inside if mutated else unchanged)(copy, original):
                     raise Rejected(_written(name, mutated, where))
+                if not mutated and copy._version != fresh_version():
+                    raise Rejected(
+                        f"bumps the version of its input {name}: no backward can use it then ({where})"
+                    )
 
     def _check_list(self, name: str, copy: list[Any], original: TensorList, where: str) -> None:
         before, mutated = self._before[name], name in self.op.mutates

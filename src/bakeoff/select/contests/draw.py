@@ -10,20 +10,21 @@ from bakeoff.select.declare.case import Case, TensorMeta
 from bakeoff.select.declare.lists import ListMeta, TensorList
 from bakeoff.select.declare.op import Op
 
-__all__ = ["DRAWS", "cotangent", "inputs", "nudged"]
+__all__ = ["cotangent", "inputs", "nudged"]
 
 _APART = 1 << 32  # between an input's seed and a gradient's: equal draws would hide errors that cancel
-DRAWS = ("normal", "adversarial")
 
 
 def inputs(op: Op, case: Case, seed: int, kind: str = "normal") -> list[Any]:
     """The op's positional arguments, drawn reproducibly from `seed`.
 
     "adversarial" keeps the shapes and gives every eighth row another trouble: a large mean, a large
-    scale, tiny values, zeros, one hot element.
+    scale, tiny values, zeros, one hot element. "unusual" does so with values that are all negative, constant,
+    tied, denormal, or beyond 2e4.
     """
     generator = torch.Generator(device=case.device).manual_seed(seed)
     args: list[Any] = []
+    huge = kind == "unusual"  # one argument alone: products of such values are nobody's
     for name in op.params:
         value = case.args[name]
         if isinstance(value, ListMeta):
@@ -37,6 +38,9 @@ def inputs(op: Op, case: Case, seed: int, kind: str = "normal") -> list[Any]:
             drawn = _normal(value, generator, case.device)
             if kind == "adversarial":
                 _disturb(drawn)
+            elif kind == "unusual":
+                _make_unusual(drawn, huge=huge)
+                huge = False
         args.append(_placed(drawn, value).requires_grad_(value.requires_grad))
     return args
 
@@ -58,13 +62,16 @@ def _list(op: Op, name: str, meta: ListMeta, generator: torch.Generator, kind: s
 def cotangent(output: torch.Tensor, args: Sequence[Any], seed: int, kind: str = "normal") -> torch.Tensor:
     """A ready-made gradient for `output`, laid out like the first of `args` that has its shape, as a model's
     layers agree on one layout, else like `output`; adversarially an expanded (stride 0) one, or one whose
-    last dimensions lie the other way round."""
+    last dimensions lie the other way round; "constant" is one number for all elements, as the gradient of a
+    sum is: all strides are 0."""
     generator = torch.Generator(device=output.device).manual_seed(_APART + seed)
     shape, dtype, device = output.shape, output.dtype, str(output.device)
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros_like(output)  # carries no gradient; only its shape and dtype are looked at
     like = next((a for a in args if isinstance(a, torch.Tensor) and a.shape == shape), None)
     laid = output if like is None else torch.empty_like(like, dtype=dtype, device="meta")
+    if kind == "constant":
+        return _normal(TensorMeta.dense((), dtype), generator, device).expand(shape)
     if kind == "normal" or output.dim() < 2 or output.numel() == 0:
         meta = TensorMeta.of(laid)
         return _placed(_normal(meta, generator, device), meta)
@@ -117,6 +124,23 @@ def _disturb(tensor: torch.Tensor) -> None:
     rows[2::8] *= 1e-4
     rows[3::8] = 0
     rows[4::8, rows.shape[-1] // 2] += 3000
+
+
+def _make_unusual(tensor: torch.Tensor, *, huge: bool) -> None:
+    """As `_disturb`, with values that are rare; a tensor of one row becomes all negative. Only matrices have
+    a row of `huge` ones: rows of a sequence have to do with each other, and an FFT rounds all of them as
+    coarsely as the largest."""
+    if tensor.numel() == 0:
+        return
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor).flatten(-2)
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+    rows[0::8] = -rows[0::8].abs()
+    rows[1::8] = rows[1::8, :1].clone()
+    rows[2::8] = rows[2::8].mul(2).round().div(2)
+    rows[3::8] *= torch.finfo(tensor.dtype).smallest_normal / 8
+    if huge and tensor.dim() <= 2:
+        rows[4:5] = 3e4 * rows[4:5].sgn()
 
 
 def _disturb_list(tensors: list[torch.Tensor]) -> None:

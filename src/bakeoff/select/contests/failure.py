@@ -3,7 +3,7 @@
 import torch
 
 from bakeoff.errors import ContestError
-from bakeoff.select.contests.verify import Rejected
+from bakeoff.select.contests.copies import Rejected
 
 __all__ = ["DeviceLost", "printable", "reason"]
 

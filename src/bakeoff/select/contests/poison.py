@@ -1,12 +1,13 @@
 """Hostile memory: uninitialised tensors hold NaN and stand between guard bands."""
 
+import functools
 import math
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["GUARD", "NAN", "Poison", "fenced", "unchanged", "written_inside"]
+__all__ = ["GUARD", "NAN", "Poison", "fenced", "fresh_version", "unchanged", "written_inside"]
 
 GUARD = 1024  # bytes on each side; a multiple of every alignment a kernel may ask for
 _CANARY = 0xA5
@@ -82,30 +83,39 @@ def _plain(made: torch.Tensor) -> bool:
     return data and not made.is_quantized and made.numel() > 0
 
 
-def fenced(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of `tensor` in the same layout, gaps included, with NaN on both sides of its storage.
+def fenced(tensor: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """A copy of `tensor` in the same layout, gaps included, with NaN on both sides of its storage; `shift`
+    elements away from a multiple of every alignment.
 
     A kernel that reads past its input meets NaN, and one that writes there is seen by `unchanged`.
     """
     held = _bytes(tensor)
-    raw = torch.full((held.numel() + 2 * GUARD,), NAN, dtype=torch.uint8, device=tensor.device)
-    raw[GUARD : GUARD + held.numel()] = held
-    start = GUARD // tensor.element_size() + tensor.storage_offset()
+    first = GUARD + shift * tensor.element_size()
+    raw = torch.full((held.numel() + 2 * first,), NAN, dtype=torch.uint8, device=tensor.device)
+    raw[first : first + held.numel()] = held
+    start = first // tensor.element_size() + tensor.storage_offset()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     copy.set_(raw.untyped_storage(), start, tensor.shape, tensor.stride())
     return copy.requires_grad_(tensor.requires_grad)
 
 
+@functools.cache
+def fresh_version() -> int:
+    """The version of a `fenced` copy that nobody has written to."""
+    return fenced(torch.zeros(1))._version
+
+
 def unchanged(copy: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether a `fenced` copy still holds what `original` does, bit for bit, between intact fences."""
-    held = _bytes(copy)
-    fences = bool((held[:GUARD] == NAN).all() and (held[-GUARD:] == NAN).all())
-    return fences and torch.equal(held[GUARD:-GUARD], _bytes(original))
+    held, first = _bytes(copy), _first(copy, original)
+    fences = bool((held[:first] == NAN).all() and (held[-first:] == NAN).all())
+    return fences and torch.equal(held[first:-first], _bytes(original))
 
 
 def written_inside(copy: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether nothing but elements of a `fenced` copy of `original` was written: no fence, no gap."""
-    expected = fenced(original.detach())
+    shift = (_first(copy, original) - GUARD) // original.element_size()
+    expected = fenced(original.detach(), shift)
     expected.copy_(copy.detach())
     return torch.equal(_bytes(copy), _bytes(expected))
 
@@ -113,3 +123,8 @@ def written_inside(copy: torch.Tensor, original: torch.Tensor) -> bool:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage behind `tensor`."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _first(copy: torch.Tensor, original: torch.Tensor) -> int:
+    """The bytes of the fence before a `fenced` copy."""
+    return int(copy.storage_offset() - original.storage_offset()) * original.element_size()

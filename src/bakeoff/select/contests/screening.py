@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from bakeoff import hardware
-from bakeoff.select.contests.apart import keep_apart
+from bakeoff.select.contests.examine import examine
 from bakeoff.select.contests.failure import printable, reason
+from bakeoff.select.contests.judge import Errors
 from bakeoff.select.contests.measure import Timer, beats, input_sets, release, timed, work
-from bakeoff.select.contests.verify import Errors, Yardstick, verify, yardsticks
+from bakeoff.select.contests.verify import verify
+from bakeoff.select.contests.yardstick import Yardstick, yardsticks
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.op import Op
@@ -242,7 +244,7 @@ class Screening:
                 try:
                     errors, repeats = verify(self.op, candidate, [stick])
                     if i == 0:
-                        keep_apart(self.op, candidate, stick)
+                        examine(self.op, candidate, stick)
                 except Exception as error:
                     self.reject(name, text, reason(place, error))
                     del left[name]

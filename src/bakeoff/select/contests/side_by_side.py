@@ -15,12 +15,13 @@ from bakeoff.select.contests.worker import STAGE_LIMIT_S, Worker
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.op import Op
 
-__all__ = ["Outcome", "Wanted", "Workers", "fitting"]
+__all__ = ["Outcome", "Wanted", "Workers", "fitting", "most_jobs"]
 
 Outcome = list[Verdict] | ContestError
 """The verdicts of a contest, one per regime, or why it could not be held."""
 
 _MOST = 4
+_END_S = 30.0  # what a thread may take to end once its process is gone
 _EACH = 8 << 30  # bytes of the device's memory for a process with its inputs and references
 # What a candidate or a contest fails of where memory is short; the host's kernel kills a process then.
 _SHORT = ("out of memory", "not enough GPU memory", "killed by SIGKILL")
@@ -78,7 +79,7 @@ class Workers:
     def _join(self) -> None:
         for thread in self.threads:
             if thread.ident is not None:  # it was started
-                thread.join()
+                thread.join(timeout=_END_S)
 
     @property
     def jobs(self) -> int:
@@ -145,6 +146,11 @@ def fitting(device: str) -> int:
     """How many contests side by side suit this machine: half of its cores and its free memory serve them."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MOST, cores // 2, hardware.free(device) // _EACH))
+
+
+def most_jobs() -> int:
+    """The most contests side by side that this machine's cores carry."""
+    return max(_MOST, os.cpu_count() or 1)
 
 
 def _alone(worker: Worker, wanted: Wanted) -> Outcome:

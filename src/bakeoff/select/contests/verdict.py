@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from bakeoff.select.contests.judge import Errors
 from bakeoff.select.contests.measure import Timing, beats, margin
-from bakeoff.select.contests.verify import Errors
 from bakeoff.select.declare.case import Cost
 
 __all__ = ["Trial", "Verdict", "decide"]
@@ -25,6 +25,9 @@ class Trial(msgspec.Struct, frozen=True):
     rejected: str | None = None
     peak_bytes: int | None = None
     """Device memory that one call adds at its peak, outputs and gradients included; benchmarks ask for it."""
+    batch_invariant: bool = False
+    """Whether it was seen to give an item the same bits however many items there are beside it, in its
+    default configuration."""
     able: bool = True
     """Whether it could take the case where and when the contest was held (else `rejected` says why not)."""
     variant: str = ""

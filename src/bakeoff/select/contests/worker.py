@@ -4,17 +4,20 @@ The parent writes one request a line; the worker answers with stages as they beg
 Before it measures, it says that it is ready and waits for a line.
 A crash, a hang or a lost CUDA context ends the worker: the candidate at work is rejected with the reason,
 and a new worker holds the contest again without it. Of a candidate whose variant was at work that alone is
-rejected.
+rejected. So is one that closes the pipe by which answers come, or writes to it; of one that forks, the copy
+ends when it would answer. An answer counts only if it belongs to the request. No wait is without a limit.
 """
 
 import contextlib
 import importlib
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,6 +28,15 @@ from bakeoff.errors import ContestError
 from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.failure import DeviceLost
 from bakeoff.select.contests.verdict import Verdict
+from bakeoff.select.contests.wire import (
+    GARBAGE,
+    Answer,
+    Request,
+    answers_in,
+    read_request,
+    unlike_asked,
+    written,
+)
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.op import Op
 from bakeoff.select.declare.variants import EVERY, label, named
@@ -33,36 +45,11 @@ __all__ = ["STAGE_LIMIT_S", "Worker", "home_of", "op_at"]
 
 STAGE_LIMIT_S = 120.0
 """What a candidate may take to compile and be verified, or to be measured once."""
+_CONTEST_LIMIT_S = 3 * 3600.0  # a thorough contest of many variants takes minutes
+_END_S = 10.0  # what a process may take to end once it is told to, or has closed its pipe
 _MOST_DEATHS = 3  # by variants of one candidate, before the others are left out: the contest begins anew
 STAGE_MARK = b"\0"
 """What the worker writes to its standard error as a stage begins: complaints before it were about another."""
-
-
-class Request(msgspec.Struct):
-    """A contest to hold."""
-
-    op: str
-    case: Case
-    regimes: tuple[str, ...]
-    budget_s: float
-    skip: dict[str, str]
-    for_the_record: bool
-    thorough: bool
-    deterministic: bool
-    threads: int
-    matmul_precision: str
-
-
-class Answer(msgspec.Struct):
-    """One line from the worker: a stage that begins, that it is ready to measure, the verdicts, or an error
-    that ends the contest."""
-
-    stage: str = ""
-    ready: bool = False
-    verdicts: list[Verdict] | None = None
-    error: str = ""
-    lost: str = ""
-    """The candidate that broke the device, if one did; the worker ends after saying so."""
 
 
 def home_of(op: Op) -> str | None:
@@ -92,6 +79,8 @@ class Worker:
         self.ended = ""
         """Why no process is started any more."""
         self.answers: queue.Queue[Answer | None] = queue.Queue()
+        self.asked = 0
+        """How many contests it was asked for."""
         self.complaints = b""
         """The end of what the worker wrote to its standard error."""
         self.readers: list[threading.Thread] = []
@@ -113,13 +102,21 @@ class Worker:
             raise ContestError(f"{op.name} can't be imported by a worker process; set Op.home")
         out = dict(skip or {})
         while True:
-            self._send(Request(home, case, regimes, budget_s, out, for_the_record, thorough, *_numerics()))
+            self.asked += 1
+            request = Request(
+                home, case, regimes, budget_s, out, for_the_record, thorough, *_numerics(), self.asked
+            )
+            self._send(request)
             try:
                 at_work, reason, verdicts = self._listen(ready)
             except BaseException:  # of those who hear: it is in the middle of a contest
                 self.close()
                 raise
             if verdicts is not None:
+                problem = unlike_asked(op, request, verdicts)
+                if problem:
+                    self.close()
+                    raise ContestError(f"{op.name}: the worker's verdicts {problem}")
                 return [_by_our_hashes(op, verdict) for verdict in verdicts]
             if self.ended:
                 raise ContestError(self.ended)
@@ -139,7 +136,8 @@ class Worker:
         if process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nothing can be done
+                process.wait(_END_S)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
@@ -168,7 +166,7 @@ class Worker:
     def _listen(self, ready: Callable[[], None]) -> tuple[str, str, list[Verdict] | None]:
         """Follow one contest: (stage or candidate at work, why it failed, verdicts); nothing is at work where
         the worker itself says why."""
-        stage = "start"
+        stage, begun = "start", time.monotonic()
         while True:
             try:
                 limit = max(self.stage_limit_s, STAGE_LIMIT_S) if stage == "start" else self.stage_limit_s
@@ -177,6 +175,8 @@ class Worker:
                 return _candidate(stage), f"hangs: no answer for {limit:.0f} s", None
             if answer is None:
                 return _candidate(stage), self._death(), None
+            if strange := self._strange(answer):
+                return _candidate(stage), strange, None
             if answer.ready:
                 ready()
                 self._write(b"go")
@@ -188,12 +188,23 @@ class Worker:
             if answer.error:
                 return "", answer.error, None
             stage = answer.stage
+            if time.monotonic() - begun > _CONTEST_LIMIT_S:
+                return _candidate(stage), f"no verdict within {_CONTEST_LIMIT_S / 3600:.0f} h", None
             if stage != _candidate(stage):  # a bare name is the next sample, not worth a line
                 self.announce(stage)
 
+    def _strange(self, answer: Answer) -> str:
+        """Why an answer is not believed, or ""."""
+        if answer is GARBAGE:
+            return "writes to the pipe by which the worker answers"
+        return "" if answer.number == self.asked else "answers a contest that is over"
+
     def _death(self) -> str:
         assert self.process is not None
-        code = self.process.wait()
+        try:
+            code = self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return "closes the pipe by which the worker answers"
         self._join()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         lines = self.complaints.rpartition(STAGE_MARK)[2].decode(errors="replace").splitlines()
@@ -201,8 +212,8 @@ class Worker:
         return f"crashed: {how}" + (f" ({last[:200]})" if last else "")
 
     def _send(self, request: Request) -> None:
-        line = msgspec.json.encode(request, enc_hook=_encode)
-        if msgspec.json.decode(line, type=Request, dec_hook=_decode) != request:
+        line = written(request)
+        if line is None:
             raise ContestError(f"{request.op}: an argument of {request.case.args} can't be sent to a worker")
         self.start()
         self._write(line)
@@ -210,9 +221,10 @@ class Worker:
     def _write(self, line: bytes) -> None:
         assert self.process is not None
         assert self.process.stdin is not None
+        left = memoryview(line + b"\n")
         with contextlib.suppress(BrokenPipeError):  # its death is reported by the reader
-            self.process.stdin.write(line + b"\n")
-            self.process.stdin.flush()
+            while left and select.select([], [self.process.stdin], [], self.stage_limit_s)[1]:
+                left = left[os.write(self.process.stdin.fileno(), left[: select.PIPE_BUF]) :]
 
     def start(self) -> None:
         """Make sure that a process is there. Started ahead of its first contest, it loads meanwhile."""
@@ -257,10 +269,9 @@ class Worker:
             self.stop(self.ended)
 
     def _read(self, reader: int, answers: "queue.Queue[Answer | None]") -> None:
-        torn = contextlib.suppress(msgspec.DecodeError)  # a line cut off by the worker's death
-        with open(reader, "rb") as lines, torn:
-            for line in lines:
-                answers.put(msgspec.json.decode(line, type=Answer))
+        with open(reader, "rb") as lines:
+            for answer in answers_in(lines):
+                answers.put(answer)
         answers.put(None)
 
     def _drain(self, errors: Any) -> None:
@@ -309,18 +320,6 @@ def _candidate(stage: str) -> str:
     return stage.split(":", 1)[0]
 
 
-def _encode(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    raise NotImplementedError(type(value))
-
-
-def _decode(kind: type, value: Any) -> Any:
-    if kind is torch.dtype:
-        return getattr(torch, value)
-    raise NotImplementedError(kind)
-
-
 def main(descriptor: int) -> None:
     """The worker's side: hold one contest per request line until the parent closes its end."""
     requests: queue.Queue[bytes] = queue.Queue()
@@ -332,10 +331,14 @@ def main(descriptor: int) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     with open(descriptor, "wb", buffering=0) as out:
+        number, me = 0, os.getpid()
 
         def say(answer: Answer) -> None:
+            if os.getpid() != me:  # a candidate forked, and this is the copy
+                os._exit(0)
             sys.stderr.flush()
             os.write(2, STAGE_MARK)
+            answer.number = number
             out.write(msgspec.json.encode(answer) + b"\n")
 
         def ready() -> None:
@@ -343,7 +346,8 @@ def main(descriptor: int) -> None:
             requests.get()
 
         while True:
-            request = msgspec.json.decode(requests.get(), type=Request, dec_hook=_decode)
+            request = read_request(requests.get())
+            number = request.number
             torch.use_deterministic_algorithms(request.deterministic)
             torch.set_num_threads(request.threads)
             torch.set_float32_matmul_precision(request.matmul_precision)

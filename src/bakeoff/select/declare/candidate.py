@@ -71,6 +71,11 @@ class Candidate:
         return self.load()
 
     @property
+    def compiles(self) -> bool:
+        """Whether what runs is torch.compile's code."""
+        return self.name == "compiled" or self.all_compiled
+
+    @property
     def third_party(self) -> bool:
         """Whether it runs another project's kernels."""
         return not {*self.requires} <= {"torch", "triton"}

@@ -76,6 +76,9 @@ def train(**values: Any) -> None:
 @click.option("--peers", is_flag=True, help="Let installed third-party candidates compete; takes longer.")
 @click.option("--force", is_flag=True, help="Measure again what the table has already.")
 @options.thorough
+@click.option(
+    "--missed", is_flag=True, help="In place of a recipe's step: settle what earlier runs had no verdict for."
+)
 def tune(**values: Any) -> None:
     """Hold the contests of one real step of a recipe.
 
@@ -88,6 +91,7 @@ def tune(**values: Any) -> None:
       bakeoff tune llm-med train.batch_size=64 --budget 120 --force
       bakeoff tune llm-med --peers --budget 600
       bakeoff tune llm-med --thorough
+      bakeoff tune --missed --budget 300
     """
     from bakeoff.apps.cli.tuning import run
 

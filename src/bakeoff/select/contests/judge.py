@@ -1,0 +1,183 @@
+"""Judging: how far a result may be from the reference in float64.
+
+There are no hand-tuned tolerances. The yardstick is the eager candidate's own error in the same dtype:
+a result passes while its error is at most twice that, plus the rounding of one store and, where a gradient
+is a long sum, that of a float32 sum in another order.
+
+One draw may be lucky for eager: where one rounding decides a whole result, as that of a row that one
+element dominates, its error is anything from nothing to half a unit. So a result that is too far off is
+compared with the largest error that eager makes on `FURTHER` more draws of the same kind. One that is biased
+is beyond that, too, on the ordinary draws, where eager's errors hardly differ from draw to draw.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from bakeoff.select.contests.copies import Rejected
+
+__all__ = ["FURTHER", "Errors", "Inaccurate", "Standard", "denormal_rows", "errors_of", "judge", "same_bits"]
+
+FURTHER = 8
+"""Draws on which eager's own error is looked at where a candidate's is too large."""
+_FACTOR = 2.0
+_PIECE = 1 << 25  # elements of the largest float64 piece
+
+
+class Inaccurate(Rejected):
+    """It does what it should, but with too large an error."""
+
+
+class Errors(msgspec.Struct, frozen=True):
+    """Distances from the reference: largest within a row relative to that row, relative RMS, and gain
+    (the factor by which the result as a whole is too large or small)."""
+
+    max: float
+    rms: float
+    gain: float
+
+    def larger(self, other: "Errors") -> "Errors":
+        """The larger of each."""
+        return Errors(max(self.max, other.max), max(self.rms, other.rms), max(self.gain, other.gain))
+
+
+@dataclass(kw_only=True)
+class Standard:
+    """What results of one draw are judged by.
+
+    Where eager's own result isn't finite, or a little error could make it so, `exact` holds NaN: nothing is
+    asked of a candidate there.
+    """
+
+    where: str
+    exact: dict[str, torch.Tensor]
+    dtypes: dict[str, torch.dtype]
+    eager: dict[str, Errors]
+    terms: dict[str, float]
+    """How many output elements stand behind one element of a result: the length of the sums in gradients."""
+    denormal: dict[str, torch.Tensor]
+    """Of an output which rows hold nothing but denormal numbers, in eager and in the reference."""
+    further: Callable[[int], dict[str, Errors]]
+    """Eager's errors on the i-th further draw of this kind."""
+    looked: int = 0
+    """How many further draws `eager` holds the largest errors of."""
+    evenness: dict[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.evenness = {name: _evenness(tensor) for name, tensor in self.exact.items()}
+
+    def look_further(self) -> bool:
+        """Take one more draw into account; whether there is one left."""
+        if self.looked >= FURTHER:
+            return False
+        found = self.further(self.looked)
+        self.looked += 1
+        self.eager = {name: mine.larger(found[name]) for name, mine in self.eager.items()}
+        return True
+
+    def allowed(self, name: str, norm: str) -> float:
+        """The largest error of the result called `name`."""
+        dtype = self.dtypes[name]
+        store = torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+        unit = min(store, torch.finfo(torch.float32).eps)
+        chain = unit * self.terms[name] ** 0.5  # a plain sum in another order than eager's pairwise one
+        floors = Errors(
+            store / 2 + 4 * unit + chain,
+            store / 16 + 2 * unit + chain / 4,
+            store / 32 + 2 * unit + (store + chain / 4) / self.evenness[name] ** 0.5,
+        )
+        return float(_FACTOR * getattr(self.eager[name], norm) + getattr(floors, norm))
+
+
+def judge(name: str, tensor: torch.Tensor, standard: Standard) -> Errors:
+    """The errors of the result called `name`; raises `Rejected` where they are larger than is allowed."""
+    exact, dtype, where = standard.exact[name], standard.dtypes[name], standard.where
+    if tensor.dtype != dtype or tensor.shape != exact.shape:
+        raise Rejected(f"{name} is {tensor.dtype}{list(tensor.shape)}, not {dtype}{list(exact.shape)}")
+    bad = ~torch.isfinite(tensor) & torch.isfinite(exact)
+    if bool(bad.any()):
+        index = tuple(bad.nonzero()[0].tolist())
+        raise Rejected(f"{name} is {tensor[index].item()} at {list(index)} ({where})")
+    if name in standard.denormal:
+        flushed = standard.denormal[name] & ~_rows(tensor).any(1)
+        if bool(flushed.any()):
+            raise Rejected(
+                f"{name}: flushes denormal numbers to zero in row {int(flushed.nonzero()[0])} ({where})"
+            )
+    errors = errors_of(tensor, exact)
+    for norm in ("max", "rms", "gain"):
+        mine = getattr(errors, norm)
+        while not mine <= standard.allowed(name, norm):
+            if not standard.look_further():
+                place = f" at {_worst_index(tensor, exact)}" if norm == "max" else ""
+                raise Inaccurate(
+                    f"{name} is wrong: {norm} error {mine:.2g}{place}, eager's is "
+                    f"{getattr(standard.eager[name], norm):.2g}, allowed {standard.allowed(name, norm):.2g} "
+                    f"({where})"
+                )
+    return errors
+
+
+def errors_of(got: torch.Tensor, exact: torch.Tensor) -> Errors:
+    """Distances over the finite elements of `exact`."""
+    if exact.numel() == 0:
+        return Errors(0.0, 0.0, 0.0)
+    got, exact = _rows(got), _rows(exact)
+    # All is divided by the peak, so that squares stay finite.
+    peak = exact.abs().nan_to_num(0.0, 0.0, 0.0).max().item() or 1.0
+    step = max(1, _PIECE // max(exact.shape[1], 1))
+    worst, square, norm, along = 0.0, 0.0, 0.0, 0.0
+    for start in range(0, exact.shape[0], step):
+        want = exact[start : start + step]
+        known = torch.isfinite(want)
+        off = ((got[start : start + step].to(want.dtype) - want) / peak).masked_fill(~known, 0)
+        want = (want / peak).masked_fill(~known, 0)
+        scale = want.abs().amax(1).clamp(min=1e-6)
+        worst = max(worst, (off.abs().amax(1) / scale).max().item())
+        square += off.abs().square().sum().item()
+        norm += want.abs().square().sum().item()
+        along += (off * want.conj()).sum().real.item()
+    norm = norm or 1.0
+    return Errors(worst, (square / norm) ** 0.5, abs(along) / norm)
+
+
+def denormal_rows(tensor: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Which rows of `tensor` hold nothing but denormal numbers, and not only zeros, and rightly so."""
+    tensor, exact = _rows(tensor), _rows(exact)
+    limit = torch.finfo(tensor.dtype).smallest_normal
+    return tensor.any(1) & (tensor.abs().amax(1) < limit) & (exact.abs().amax(1) < limit)
+
+
+def _evenness(exact: torch.Tensor) -> float:
+    """How many elements of equal size would average out errors as well: (sum x^2)^2 / sum x^4, at least 1.
+
+    The gain is an average of the elements' relative errors weighted by x^2, and one loud element its own.
+    """
+    peak = exact.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if exact.numel() else 0.0
+    squares = fourths = 0.0
+    for piece in exact.reshape(-1).split(_PIECE):
+        power = (piece.abs() / (peak or 1.0)).nan_to_num(0.0, 0.0, 0.0).square()
+        squares += power.sum().item()
+        fourths += power.square().sum().item()
+    return max(squares * squares / (fourths or 1.0), 1.0)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[rows, elements]; a column counts as one row: an element can't be judged by nothing but itself."""
+    rows = tensor.dim() > 1 and tensor.shape[-1] > 1
+    return tensor.reshape(-1, tensor.shape[-1]) if rows else tensor.reshape(1, -1)
+
+
+def _worst_index(got: torch.Tensor, exact: torch.Tensor) -> list[int]:
+    off, size = (got.to(exact.dtype) - exact).abs().nan_to_num(0.0), exact.abs().nan_to_num(0.0)
+    scale = size.amax(-1, keepdim=True) if exact.dim() > 1 and exact.shape[-1] > 1 else size.max()
+    flat = int((off / scale.clamp(min=size.max() * 1e-6)).argmax())
+    return [int(i) for i in torch.unravel_index(torch.tensor(flat), exact.shape)] if exact.dim() else []
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal bit for bit, NaN included."""
+    one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(one, other)

@@ -1,0 +1,74 @@
+"""Every op's own candidates pass all that a contest's verification asks of them."""
+
+import pytest
+import torch
+
+import bakeoff.ops  # noqa: F401  registers them
+from bakeoff.apps.bench.suites import shrunk
+from bakeoff.select import Candidate, Case, registry
+from bakeoff.select.contests.examine import examine
+from bakeoff.select.contests.verify import Rejected, verify, yardsticks
+from tests.unit import zoo
+
+ELEMENTS = 1 << 20
+OWN = {name: op for name, op in registry.items() if op.home.startswith("bakeoff.ops.")}
+
+
+def cells() -> list[object]:
+    found: list[object] = []
+    for op in OWN.values():
+        for i, case in enumerate(op.cases()):
+            small = shrunk(op, Case(case.args, "cuda:0", case.name), ELEMENTS)
+            for candidate in op.candidates:
+                ours = not candidate.third_party and not candidate.baseline
+                if ours and candidate is not op.incumbent and (i == 0 or candidate.name != "compiled"):
+                    label = f"{op.name}-{case.name}-{candidate.name}".replace(" ", "_")
+                    found.append(pytest.param(op.name, small, candidate.name, id=label))
+    return found
+
+
+@pytest.mark.parametrize(("op_name", "case", "name"), cells())
+def test_verification_takes_no_honest_candidate_for_a_bad_one(op_name: str, case: Case, name: str) -> None:
+    """What torch.compile makes is tried at one case an op: each takes it half a minute."""
+    op = OWN[op_name]
+    candidate = op.candidate(name)
+    if candidate.reasons(case):
+        return
+    for i, stick in enumerate(yardsticks(op, op.bucket(case), case)):
+        verify(op, candidate, [stick])
+        if i == 0:
+            examine(op, candidate, stick)
+
+
+def test_every_op_is_here() -> None:
+    assert {"rms_norm", "adamw_", "dilated_attention", "norm_linear"} <= {*OWN}
+
+
+def _on_a_side_stream(waits: bool, joins: bool) -> Candidate:
+    side = torch.cuda.Stream()
+
+    def call(x: torch.Tensor, w: torch.Tensor, flag: object = None) -> torch.Tensor:
+        current = torch.cuda.current_stream()
+        y = torch.empty_like(x)
+        if waits:
+            side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(20):
+                torch.mul(torch.tanh(x), w, out=y)
+        y.record_stream(side)
+        if joins:
+            current.wait_stream(side)
+        return y
+
+    return Candidate("side", call)
+
+
+@pytest.mark.parametrize(("waits", "joins"), [(True, True), (False, False), (True, False), (False, True)])
+def test_work_left_on_a_side_stream_is_seen(waits: bool, joins: bool) -> None:
+    case = Case(zoo.case(2048, 2048, grad=False).args, "cuda:0")
+    op = zoo.op(_on_a_side_stream(waits, joins))
+    if waits and joins:
+        verify(op, op.by_name["side"], yardsticks(op, case))
+    else:
+        with pytest.raises(Rejected):
+            verify(op, op.by_name["side"], yardsticks(op, case))

@@ -1,0 +1,56 @@
+"""The yardstick is fair: what rounds as well as eager passes on every draw, and what is biased does not."""
+
+import pytest
+import torch
+
+from bakeoff.ops.norm_linear.op import OP, _case
+from bakeoff.select import Case
+from bakeoff.select.contests.judge import FURTHER, Inaccurate, judge
+from bakeoff.select.contests.yardstick import Yardstick, _yardstick
+
+HOSTILE, PLAIN = ("adversarial", "adversarial"), ("normal", "normal")
+
+
+def drawn(seed: int, kinds: tuple[str, str], nudge: int = 0) -> Yardstick:
+    """Of LayerNorm and a projection in bfloat16: adversarially one rounding decides a whole result."""
+    made = _case(128, 64, 48)
+    return _yardstick(OP, Case(made.args, "cpu"), seed, kinds, "here", nudge=nudge)
+
+
+@pytest.mark.parametrize("kinds", [HOSTILE, PLAIN], ids=["adversarial", "normal"])
+def test_a_perfect_candidate_is_never_rejected(kinds: tuple[str, str]) -> None:
+    for seed in range(20):
+        stick = drawn(seed, kinds)
+        for name, exact in stick.exact.items():
+            judge(name, exact.to(stick.dtypes[name]), stick)
+
+
+def test_eager_with_other_last_bits_is_as_good_as_eager() -> None:
+    """On 20 hostile draws the one error that eager makes says too little: the largest of several does not."""
+    lucky = 0
+    for seed in range(20):
+        stick, other = drawn(seed, HOSTILE), drawn(seed, HOSTILE, nudge=99)
+        for norm in ("max", "rms", "gain"):
+            mine = getattr(other.eager["output"], norm)
+            lucky += mine > stick.allowed("output", norm)
+            while mine > stick.allowed("output", norm):
+                assert stick.look_further(), f"seed {seed}: eager's own {norm} error is rejected"
+    assert lucky, "one draw was always enough: this test shows nothing"
+
+
+@pytest.mark.parametrize("factor", [1 + 2**-8, 1 - 2**-8])
+def test_a_biased_candidate_is_rejected(factor: float) -> None:
+    for seed in range(5):
+        stick = drawn(seed, PLAIN)
+        for name in ("output", "gradient of x", "gradient of weight"):
+            with pytest.raises(Inaccurate, match=r"gain|rms"):
+                judge(name, (stick.exact[name] * factor).to(stick.dtypes[name]), stick)
+        assert stick.looked == FURTHER
+
+
+def test_further_draws_are_the_draw_with_other_last_bits() -> None:
+    one, other = drawn(3, HOSTILE), drawn(3, HOSTILE, nudge=1)
+    for name in ("x", "weight", "gamma"):
+        a, b = (stick.args[OP.params.index(name)].detach().double() for stick in (one, other))
+        assert not torch.equal(a, b)
+        assert bool(((a - b).abs() <= 2.5 * torch.finfo(torch.bfloat16).eps * a.abs() * 1.01).all())
