@@ -268,11 +268,11 @@ WRONG: dict[str, tuple[Candidate, str]] = {
         ),
         (
             Candidate("remembered", product(_remembered)),
-            "does it remember by address.*output is wrong|wrong",
+            "does it remember by address.*output is wrong|wrong|keeps [0-9]+ bytes",
         ),
         (
             Candidate("remembered_weight", RemembersWeight.apply),
-            "does it remember by address.*gradient of x is wrong|wrong",
+            "does it remember by address.*gradient of x is wrong|wrong|keeps [0-9]+ bytes",
         ),
         (
             Candidate("static_gradients", product(None, _gradients_in_static)),

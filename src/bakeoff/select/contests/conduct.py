@@ -154,7 +154,10 @@ def _same(a: Any, b: Any) -> bool:
 def _restore(before: dict[str, Any]) -> None:
     """Put back what a candidate changed, for those after it."""
     torch.set_default_dtype(before["the default dtype"])
-    torch.set_default_device(before["the default device"])
+    device = before["the default device"]
+    if torch.get_default_device() != device:
+        # None rather than "cpu": a default that was set is a mode, which torch.compile would have to trace.
+        torch.set_default_device(None if device.type == "cpu" else device)
     torch.set_flush_denormal(before["flush_denormal"])
     torch.set_grad_enabled(before["the gradient mode"])
     torch.autograd.set_detect_anomaly(before["anomaly detection"])
