@@ -76,7 +76,7 @@ def test_update(target: str, form: str, each: int) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_update_with_sums(target: str, form: str) -> None:
     state = FORMS[form][2]
-    fits(build_update(target, form, 1, tilings(state.primitive_bitwidth // 8)[0], summed=True))
+    fits(build_update(target, form, 1, tilings(state.primitive_bitwidth // 8, sums=True)[0], summed=True))
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bakeoff import hardware
+
 __all__ = ["NestedController"]
 
 _INPUTS = 6
@@ -121,8 +123,16 @@ class NestedController:
                 group took no step.
             loss: scalar on the device, of this step; without one the loss tells nothing.
         """
-        s = self._state
-        slope, gg, pp, uu = sums.float().unbind(1)
+        s, sums = self._state, sums.float()
+        if self._in_one_launch(sums):
+            from bakeoff.optim.controller_kernel import advance
+
+            advance(
+                s, sums.contiguous(), loss, ratio=self.ratio, rate=self.rate, inner=self.inner,
+                margin=self.margin, pull=self.pull, decay=self.decay, wait=self.wait,
+            )  # fmt: skip
+            return
+        slope, gg, pp, uu = sums.unbind(1)
         size = uu.sqrt()
         stepped = ~((gg == 0) & (uu == 0))
         cosine = slope * torch.rsqrt(gg.clamp(min=_TINY)) / s["size"].clamp(min=_TINY)
@@ -144,6 +154,14 @@ class NestedController:
         y, _ = self._network(s["x"])
         now = torch.where(fine, torch.exp(math.log(self.ratio) * torch.tanh(y)), 1.0)
         self.multipliers.copy_(torch.where(stepped, now, self.multipliers))
+
+    def _in_one_launch(self, sums: Tensor) -> bool:
+        """Whether a kernel does the whole step: on a GPU that Triton compiles for, if it can hold it."""
+        if not sums.is_cuda or hardware.without_triton(str(sums.device)):
+            return False
+        from bakeoff.optim.controller_kernel import fits
+
+        return fits(self.groups, self.hidden)
 
     def _network(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """y of each group, and the hidden units."""

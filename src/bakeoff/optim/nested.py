@@ -221,7 +221,7 @@ class DeepNestedOptimizer(AdamW):
         if controller is not None:
             device = steps[0][1].group.params[0].device
             controller.to(device)
-            sums = torch.zeros(len(steps), 4, device=device)
+            sums = torch.empty(len(steps), 4, device=device)  # each step writes its own
         ends: dict[int, tuple[Tensor, Tensor]] = {}
         for row, (group, given, asked) in enumerate(steps):
             lists, how = given, asked

@@ -154,7 +154,8 @@ def _block(
     factor, decay, step_size, scaling, started, started_prev, scaling_prev, rest1, beta2, rest2, eps,
     MASTER: tl.constexpr, MASKED: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Moves the elements `at`, of which those inside `mask` exist; returns their four sums, or zeros."""
+    """Moves the elements `at`, of which those inside `mask` exist; returns each one's share of the four sums,
+    or zeros."""
     if MASKED:
         g = tl.load(grad + at, mask=mask, other=0.0)
         m = tl.load(exp_avg + at, mask=mask, other=0.0)
@@ -181,13 +182,13 @@ def _block(
         u = _directed(m, v, started_prev, scaling_prev, eps)
         if MASKED:
             u = tl.where(mask, u, 0.0)
-        slope, gg, pp = tl.sum(scaled * u), tl.sum(scaled * scaled), tl.sum(p * p)
+        slope, gg, pp = scaled * u, scaled * scaled, p * p
     p, m, v = _moved(p, g, m, v, factor, decay, step_size, scaling, rest1, beta2, rest2, eps)
     if SUMS:
         u = _directed(m, v, started, scaling, eps)
         if MASKED:
             u = tl.where(mask, u, 0.0)
-        uu = tl.sum(u * u)
+        uu = u * u
     tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=mask)
     tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=mask)
     if MASTER == "remainder":
@@ -213,7 +214,8 @@ def _update(
 
     Rows of `table`: size; addresses of param, grad, step, exp_avg, exp_avg_sq, master. Reads p, g, m, v and
     writes p, m, v: 28 bytes an element in float32, about 15 FLOPs. `partial`, where given, [4, programs]:
-    each one's sums of g*u_prev, g^2, p^2, u^2, which cost some 15 FLOPs more and no reads.
+    each one's sums of g*u_prev, g^2, p^2, u^2, which cost some 15 FLOPs more and no reads. Threads add up
+    what is theirs until the chunk's end: to add up across threads after every block takes a third longer.
     """
     SUMS: tl.constexpr = partial is not None
     tensor = tl.load(chunks + 2 * tl.program_id(0).to(tl.int64)).to(tl.int64)
@@ -228,7 +230,8 @@ def _update(
         started = tl.load(constants + 6 + WIDTH * tensor * EACH)
         started_prev = tl.load(constants + 7 + WIDTH * tensor * EACH)
         scaling_prev = tl.load(constants + 8 + WIDTH * tensor * EACH)
-    slope, gg, pp, uu = 0.0, 0.0, 0.0, 0.0
+        zeros = tl.zeros([BLOCK], tl.float32)
+        slope, gg, pp, uu = zeros, zeros, zeros, zeros
     size = tl.load(table + tensor)
     p_at = tl.load(table + N + tensor)
     g_at = tl.load(table + 2 * N + tensor)
@@ -253,7 +256,8 @@ def _update(
             factor, decay, step_size, scaling, started, started_prev, scaling_prev, rest1, beta2, rest2, eps,
             MASTER, False, SUMS,
         )  # fmt: skip
-        slope, gg, pp, uu = slope + more[0], gg + more[1], pp + more[2], uu + more[3]
+        if SUMS:
+            slope, gg, pp, uu = slope + more[0], gg + more[1], pp + more[2], uu + more[3]
     param = p_at.to(tl.pointer_type(PARAM)) + start
     grad = g_at.to(tl.pointer_type(GRAD)) + start
     exp_avg = m_at.to(tl.pointer_type(STATE)) + start
@@ -266,14 +270,12 @@ def _update(
             factor, decay, step_size, scaling, started, started_prev, scaling_prev, rest1, beta2, rest2, eps,
             MASTER, True, SUMS,
         )  # fmt: skip
-        slope, gg, pp, uu = slope + more[0], gg + more[1], pp + more[2], uu + more[3]
-    if SUMS:
-        at = partial + tl.program_id(0).to(tl.int64)
-        P = tl.num_programs(0).to(tl.int64)
-        tl.store(at, slope)
-        tl.store(at + P, gg)
-        tl.store(at + 2 * P, pp)
-        tl.store(at + 3 * P, uu)
+        if SUMS:
+            slope, gg, pp, uu = slope + more[0], gg + more[1], pp + more[2], uu + more[3]
+    if SUMS:  # all four at once: one exchange between warps
+        found = tl.sum(tl.join(tl.join(slope, gg), tl.join(pp, uu)), axis=0)  # [i, j]: sum i + 2 j
+        which = tl.arange(0, 2)[:, None] + 2 * tl.arange(0, 2)[None, :]
+        tl.store(partial + tl.program_id(0) + which.to(tl.int64) * tl.num_programs(0), found)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -305,10 +307,13 @@ class NormTiling(NamedTuple):
     """Programs for each multiprocessor."""
 
 
-def tilings(bytes_of_a_moment: int) -> list[Tiling]:
+def tilings(bytes_of_a_moment: int, sums: bool = False) -> list[Tiling]:
     """Tilings of `_update`, the default first: 8 elements a thread, in one block a program, so that as many
-    loads are in flight as registers hold; more threads where elements are wide."""
+    loads are in flight as registers hold; more threads where elements are wide. With sums, chunks of several
+    blocks, whose threads exchange sums once."""
     first = Tiling(2048, 2048, 8) if bytes_of_a_moment == 4 else Tiling(1024, 1024, 4)
+    if sums:
+        first = Tiling(4096, 1024, 4)
     chunks = (2048, 1024, 4096, 8192, 512)
     forms = ((2048, 8), (1024, 4), (1024, 8), (512, 4), (2048, 4))
     others = [Tiling(chunk, block, warps) for chunk in chunks for block, warps in forms if block <= chunk]

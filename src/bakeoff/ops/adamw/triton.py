@@ -34,7 +34,7 @@ _update = TritonKernel(kernels._update)
 _add_up = TritonKernel(kernels._add_up)
 
 _tables: OrderedDict[object, Table] = OrderedDict()
-_UPDATE = {size: tilings(size)[0] for size in (2, 4)}
+_UPDATE = {(size, sums): tilings(size, sums)[0] for size in (2, 4) for sums in (False, True)}
 _NORM = norm_tilings()[0]
 
 
@@ -50,7 +50,7 @@ def _take_step(*args: Any, tiling: Tiling | None = None) -> None:
     group, how = grouped(args)
     params, grads, exp_avg, exp_avg_sq = (as_list(tensors) for tensors in group[:4])
     step = as_list(group.step)
-    tiling = tiling or _UPDATE[exp_avg.meta.dtype.itemsize]
+    tiling = tiling or _UPDATE[exp_avg.meta.dtype.itemsize, how.sums is not None]
     n, counters, device = len(params), len(step), params.device
     counts = step.addresses if counters == n else step.addresses * n
     columns = [params.addresses, grads.addresses, counts, exp_avg.addresses, exp_avg_sq.addresses]
@@ -116,7 +116,11 @@ def _norm(
     return Guard(*verdict[:, 0].unbind())
 
 
-update = Tiled(_take_step, Tilings(Tiling, lambda case: tilings(case.exp_avg.dtype.itemsize)))
+def _tilings(case: Any) -> list[Tiling]:
+    return tilings(case.exp_avg.dtype.itemsize, case.sums is not None)
+
+
+update = Tiled(_take_step, Tilings(Tiling, _tilings))
 """For float16, bfloat16 and float32."""
 
 norm = Tiled(_norm, Tilings(NormTiling, lambda case: norm_tilings()))
