@@ -4,27 +4,26 @@ import pytest
 import torch
 
 from aot import SHARED_LIMIT, TARGETS, build
-from bakeoff.ops.memory_scan.kernels import backward_keys, backward_queries, forward, tiles, tilings
+from bakeoff.ops.memory_scan.kernels import backward_keys, backward_queries, forward, gates, tiles, tilings
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 # Bytes of local memory a thread.
 SPILLS: dict[str, int] = {}
 TOKENS = {"q", "k", "v", "do", "o", "dq", "dk", "dv"}
 PRODUCTS = ["_learn", "_query_hidden", "_answers", "_from_answers", "_to_tokens", "_to_states"]
-CHUNKS = [*PRODUCTS, "_errors", "_to_errors"]
+CHUNKS = [*PRODUCTS, "_errors", "_to_errors", "_tables", "_tables_backward"]
 
 
 def compiled(name, target, *, chunk=64, D=64, H=256, dtype=torch.bfloat16, tiling=None, shift=1):
-    kernel = next(
-        getattr(room, name) for room in (forward, backward_queries, backward_keys) if hasattr(room, name)
-    )
+    rooms = (gates, forward, backward_queries, backward_keys)
+    kernel = next(getattr(room, name) for room in rooms if hasattr(room, name))
     tiling = tiling or tilings(H)[0]
     narrow = min(tiling.width, max(16, 1 << (D - 1).bit_length()))
     rows, parts = max(16, 1 << (chunk - 1).bit_length()), -(-H // tiling.hidden)
     exact = "tf32x3" if dtype == torch.float32 else "bf16x3"
     constants = {
         "CHUNK": chunk, "D": D, "H": H, "V": D, "SHIFT": shift, "BT": rows, "BE": 16, "BD": narrow,
-        "BV": narrow, "BH": tiling.hidden, "PARTS": parts,
+        "BV": narrow, "BH": tiling.hidden, "PARTS": parts, "ALL_PARTS": parts + -(-D // 16),
         "PRECISION": exact if target.startswith("sm") else "ieee",
     }  # fmt: skip
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}

@@ -3,32 +3,13 @@
 import pytest
 import torch
 
+from bakeoff.apps.bench.memories import shortened
 from bakeoff.graphs import forbid_sync
 from bakeoff.ops.memory_scan import OP, MemoryState, memory_scan, memory_stream
 from bakeoff.ops.memory_scan.op import triton_supports
 from bakeoff.ops.memory_scan.triton import memory_scan as candidate
-from bakeoff.select import Case
 from bakeoff.select.contests.draw import inputs
 from bakeoff.select.contests.verify import verify, yardsticks
-
-
-def shortened(case):
-    """At most 160 tokens: the definition goes one token after the other."""
-    args = dict(case.args)
-    for name in ("q", "k", "v", "lr", "decay", "forget"):
-        meta = args[name]
-        args[name] = type(meta).dense(
-            (min(meta.shape[0], 4), min(meta.shape[1], 160), *meta.shape[2:]),
-            meta.dtype,
-            grad=meta.requires_grad,
-        )
-    for name, meta in case.tensors.items():
-        if name not in ("q", "k", "v", "lr", "decay", "forget"):
-            args[name] = type(meta).dense(
-                (min(meta.shape[0], 4), *meta.shape[1:]), meta.dtype, grad=meta.requires_grad
-            )
-    return Case(args, case.device, case.name)
-
 
 SHORT = [shortened(case) for case in OP.cases()]
 

@@ -9,11 +9,19 @@ from bakeoff.kernels.op import kernel_op
 from bakeoff.kernels.plan import Plan
 from bakeoff.kernels.triton import TritonKernel
 from bakeoff.kernels.variants import Tilings
-from bakeoff.ops.memory_scan import gates as gate_tables
-from bakeoff.ops.memory_scan.kernels import Tiling, backward_keys, backward_queries, forward, tiles, tilings
+from bakeoff.ops.memory_scan.kernels import (
+    Tiling,
+    backward_keys,
+    backward_queries,
+    forward,
+    tiles,
+    tilings,
+)
+from bakeoff.ops.memory_scan.kernels import gates as gate_tables
 
 __all__ = ["memory_scan"]
 
+_tables, _tables_backward = (TritonKernel(k) for k in (gate_tables._tables, gate_tables._tables_backward))
 _pack, _unpack = TritonKernel(tiles._pack), TritonKernel(tiles._unpack)
 _errors, _learn = TritonKernel(forward._errors), TritonKernel(forward._learn)
 _query_hidden, _answers = TritonKernel(forward._query_hidden), TritonKernel(forward._answers)
@@ -44,16 +52,25 @@ class _Sizes:
         self.BD, self.BV = (min(tiling.width, _power(size)) for size in (self.D, self.V))
         self.inputs, self.outputs = -(-self.D // self.BD), -(-self.V // self.BV)
         self.sums_in, self.sums_out = -(-self.D // _SUMS), -(-self.V // _SUMS)
-        self.all = {"CHUNK": self.chunk, "D": self.D, "H": self.H, "V": self.V, "BT": _power(self.chunk),
-                    "BH": self.BH, "PRECISION": _precision(q), "num_warps":
-                    tiling.warps, "num_stages": tiling.stages, "T": self.T, "C": self.C, "BD": self.BD, "BV":
-                    self.BV, "BE": _SUMS, "PARTS": self.hidden, "SHIFT": self.shift}  # fmt: skip
+        self.all = {
+            "CHUNK": self.chunk, "D": self.D, "H": self.H, "V": self.V, "T": self.T, "C": self.C,
+            "BT": _power(self.chunk), "BE": _SUMS, "BH": self.BH,
+            "BD": self.BD, "BV": self.BV, "SHIFT": self.shift, "PARTS": self.hidden,
+            "ALL_PARTS": self.hidden + self.sums_out, "PRECISION": _precision(q), "num_warps": tiling.warps,
+            "num_stages": tiling.stages,
+        }  # fmt: skip
 
     def kept(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what the forward leaves for the backward: the states at chunks' starts and
-        ends, the gates' tables, and of each token Z, A, the query's hidden units, and E."""
+        ends, the gates' tables and rates, and of each token Z, A, the query's hidden units, and E."""
         G, T, H, W = self.G, self.T, self.H, self.chunk + 2
-        shapes = [(G, self.C + 1, 2 * self.P), (G, self.C, W, W), *[(G, T, H)] * 3, (G, T, self.V)]
+        shapes = [
+            (G, self.C + 1, 2 * self.P),
+            (G, self.C, W, W),
+            (G, self.C, self.chunk, W),
+            *[(G, T, H)] * 3,
+            (G, T, self.V),
+        ]
         return [(shape, torch.float32) for shape in shapes]
 
 
@@ -85,7 +102,7 @@ def keeps(
     memory_w1: Tensor, memory_b1: Tensor, memory_w2: Tensor, memory_b2: Tensor,
     momentum_w1: Tensor, momentum_b1: Tensor, momentum_w2: Tensor, momentum_b2: Tensor,
     lr: Tensor, decay: Tensor, forget: Tensor, chunk: int, read: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Room for what the backward needs."""
     sizes = _Sizes(q, v, memory_w1, chunk, read, None)
     return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in sizes.kept())  # type: ignore[return-value]
@@ -99,25 +116,28 @@ def _fill(
     lr: Tensor, decay: Tensor, forget: Tensor, chunk: int, read: str,
     o: Tensor, new_memory_w1: Tensor, new_memory_b1: Tensor, new_memory_w2: Tensor, new_memory_b2: Tensor,
     new_momentum_w1: Tensor, new_momentum_b1: Tensor, new_momentum_w2: Tensor, new_momentum_b2: Tensor,
-    states: Tensor | None, gates: Tensor | None, z: Tensor | None, a: Tensor | None, zq: Tensor | None,
-    e: Tensor | None, tiling: Tiling | None,
+    states: Tensor | None, gates: Tensor | None, rates: Tensor | None, z: Tensor | None, a: Tensor | None,
+    zq: Tensor | None, e: Tensor | None, tiling: Tiling | None,
 ) -> None:  # fmt: skip
     """Chunk after chunk its keys and its update, then all queries."""
     sizes = _Sizes(q, v, memory_w1, chunk, read, tiling)
     made = [t if t is not None else plan.empty(*room) for t, room in
-            zip((states, gates, z, a, zq, e), sizes.kept(), strict=True)]  # fmt: skip
-    states, gates, z, a, zq, e = made
+            zip((states, gates, rates, z, a, zq, e), sizes.kept(), strict=True)]  # fmt: skip
+    states, gates, rates, z, a, zq, e = made
     q, k, v = plan.contiguous(q), plan.contiguous(k), plan.contiguous(v)
     old = (memory_w1, memory_b1, memory_w2, memory_b2, momentum_w1, momentum_b1, momentum_w2, momentum_b2)
     new = (new_memory_w1, new_memory_b1, new_memory_w2, new_memory_b2,
            new_momentum_w1, new_momentum_b1, new_momentum_w2, new_momentum_b2)  # fmt: skip
     old = tuple(plan.contiguous(part) for part in old)  # type: ignore[assignment]
-    plan.run(gate_tables.tables, lr, decay, forget, gates)
+    lr, decay, forget = plan.contiguous(lr), plan.contiguous(decay), plan.contiguous(forget)
     _move(plan, _pack, old, states, sizes)
     G, C = sizes.G, sizes.C
     parts = plan.empty((G, sizes.hidden, sizes.chunk, sizes.V), torch.float32)
-    shared = {"q": q, "k": k, "v": v, "states": states, "gates": gates, "z": z, "a": a, "zq": zq, "e": e,
-              "o": o, "parts": parts, **sizes.all}  # fmt: skip
+    shared = {
+        "q": q, "k": k, "v": v, "lr": lr, "decay": decay, "forget": forget, "states": states, "gates": gates,
+        "rates": rates, "z": z, "a": a, "zq": zq, "e": e, "o": o, "parts": parts, **sizes.all,
+    }  # fmt: skip
+    _launch(plan, _tables, (G * C,), shared, num_warps=1)
     for c in range(-1, C):
         if c >= 0:
             _launch(plan, _errors, (G, sizes.sums_out), shared, c=c)
@@ -151,7 +171,7 @@ def _fill_gradients(
     plan: Plan,
     q: Tensor, k: Tensor, v: Tensor, memory_w1: Tensor, lr: Tensor, decay: Tensor, forget: Tensor,
     chunk: int, read: str,
-    states: Tensor, gates: Tensor, z: Tensor, a: Tensor, zq: Tensor, e: Tensor,
+    states: Tensor, gates: Tensor, rates: Tensor, z: Tensor, a: Tensor, zq: Tensor, e: Tensor,
     do: Tensor, dnew_memory_w1: Tensor, dnew_memory_b1: Tensor, dnew_memory_w2: Tensor, dnew_memory_b2:
     Tensor,
     dnew_momentum_w1: Tensor, dnew_momentum_b1: Tensor, dnew_momentum_w2: Tensor, dnew_momentum_b2: Tensor,
@@ -171,6 +191,7 @@ def _fill_gradients(
         return plan.empty(shape, dtype) if given is None else given
 
     q, k, do = plan.contiguous(q), plan.contiguous(k), plan.contiguous(do)
+    decay, forget = plan.contiguous(decay), plan.contiguous(forget)
     after = tuple(
         plan.contiguous(part)
         for part in (dnew_memory_w1, dnew_memory_b1, dnew_memory_w2, dnew_memory_b2,
@@ -185,7 +206,7 @@ def _fill_gradients(
         )
     )  # fmt: skip
     dq, dk, dv = room(dq, q.shape, q.dtype), room(dk, q.shape, q.dtype), room(dv, v.shape, q.dtype)
-    rates = [room(x, lr.shape) for x in (dlr, ddecay, dforget)]
+    dlr, ddecay, dforget = (room(x, lr.shape) for x in (dlr, ddecay, dforget))
     dzq, df, dh = (plan.empty((G, T, H), torch.float32) for _ in range(3))
     de, de_queries = (plan.empty((G, T, V), torch.float32) for _ in range(2))
     dk_queries = plan.empty((G, T, D), torch.float32)
@@ -198,11 +219,13 @@ def _fill_gradients(
     dk_parts = plan.empty((G, s.hidden, b, D), torch.float32)
     de_parts = plan.empty((G, s.hidden, b, V), torch.float32)
 
-    shared = {"q": q, "k": k, "do": do, "states": states, "gates": gates, "z": z, "a": a, "zq": zq, "e": e,
-              "dq": dq, "dk": dk, "dv": dv, "dzq": dzq, "df": df, "dh": dh, "de": de, "back": back,
-              "de_queries": de_queries, "dk_queries": dk_queries, "de_parts": de_parts, "dk_parts": dk_parts,
-              "dread": dread, "dwritten": dwritten, "dlast": dlast, "dweights": dweights,
-              **s.all}  # fmt: skip
+    shared = {
+        "q": q, "k": k, "do": do, "decay": decay, "forget": forget, "states": states, "gates": gates,
+        "rates": rates, "z": z, "a": a, "zq": zq, "e": e, "dq": dq, "dk": dk, "dv": dv, "dlr": dlr,
+        "ddecay": ddecay, "dforget": dforget, "dzq": dzq, "df": df, "dh": dh, "de": de, "back": back,
+        "de_queries": de_queries, "dk_queries": dk_queries, "de_parts": de_parts, "dk_parts": dk_parts,
+        "dread": dread, "dwritten": dwritten, "dlast": dlast, "dweights": dweights, **s.all,
+    }  # fmt: skip
     _launch(plan, _from_answers, (G * C, s.hidden), shared)
     _launch(plan, _to_tokens, (G * C, max(s.inputs, s.outputs)), shared)
     _move(plan, _pack, after, sides[0], s)
@@ -212,9 +235,7 @@ def _fill_gradients(
         _launch(plan, _to_errors, (G, s.sums_out + s.sums_in), shared, coming=going, going=coming, c=c)
         sides = [going, coming]
     _move(plan, _unpack, before, sides[0], s)
-    plan.run(
-        gate_tables.tables_backward, lr, decay, forget, dread, dwritten, dweights, dlast, s.shift, *rates
-    )
+    _launch(plan, _tables_backward, (G * C,), shared, num_warps=1)
 
 
 def _of(case: Any) -> list[Tiling]:
@@ -229,7 +250,7 @@ memory_scan = kernel_op(
         *(f"new_{whole}_{part}" for whole in ("memory", "momentum") for part in ("w1", "b1", "w2", "b2")),
     ),
     keeps=keeps,
-    kept=("states", "gates", "z", "a", "zq", "e"),
+    kept=("states", "gates", "rates", "z", "a", "zq", "e"),
     forward=_fill,
     backward=_fill_gradients,
     tilings={"forward": Tilings(Tiling, _of), "backward": Tilings(Tiling, _of)},
