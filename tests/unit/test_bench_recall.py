@@ -198,6 +198,12 @@ def test_the_committed_page_shows_the_committed_results() -> None:
     assert done.exit_code == 0, done.output
 
 
+def test_recall_shows_no_times() -> None:
+    """All forms of a seed train side by side, so a step's time there says nothing."""
+    root = Path(__file__).resolve().parents[2]
+    assert "ms a step" not in memory_page.recall("results/cpu/recall.csv", root)
+
+
 @pytest.mark.parametrize("read", ["after", "before", "chunk"])
 def test_the_memory_by_autograd_is_the_same_memory(read: Any) -> None:
     torch.manual_seed(0)

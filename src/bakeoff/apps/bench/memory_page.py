@@ -29,12 +29,12 @@ def recall(name: str, root: Path) -> str:
     )
     lines = [
         [form, _size(own, "params"), _size(own, "state"), _spread(own, "right_near", 100, "{:.1f} %"),
-         _spread(own, "right_far", 100, "{:.1f} %"), _one(own, "step_ms", "{:.2f}")]
+         _spread(own, "right_far", 100, "{:.1f} %")]
         for form, own in _by_form(rows).items()
     ]  # fmt: skip
     heads = [
         "model", "parameters", "state of a layer", f"right behind {used['noise']}",
-        f"right behind {3 * int(used['noise'])}", "ms a step",
+        f"right behind {3 * int(used['noise'])}",
     ]  # fmt: skip
     return _page(name, rows, what, heads, lines)
 
