@@ -2,6 +2,8 @@
 
 import math
 import re
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +14,7 @@ from bakeoff.select import Candidate, Case, Op, TensorMeta
 from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.draw import cotangent, inputs
 from bakeoff.select.contests.exact import exact_results
+from bakeoff.select.contests.examine import examine
 from bakeoff.select.contests.judge import _evenness, errors_of
 from bakeoff.select.contests.poison import Poison, fenced, unchanged
 from bakeoff.select.contests.verdict import Trial, Verdict
@@ -67,6 +70,16 @@ def test_copies_without_memory_of_their_own_kind_pass() -> None:
 
     verdict = held(zoo.op(Candidate("sparse", sparse)), zoo.case(grad=False))
     assert trial(verdict, "sparse").rejected is None
+
+
+def test_what_another_thread_lets_go_of_in_a_moment_is_not_kept() -> None:
+    """As autograd's thread on a GPU does, which lets go of a call's memory after its results are there."""
+
+    def held_for_a_moment(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
+        threading.Thread(target=lambda held: time.sleep(0.1), args=(torch.empty_like(y),)).start()
+
+    op = zoo.op(Candidate("threaded", zoo.product(held_for_a_moment)))
+    examine(op, op.by_name["threaded"], next(iter(yardsticks(op, zoo.case()))))
 
 
 def test_a_rejection_names_norm_index_draw_and_seed() -> None:

@@ -34,6 +34,7 @@ from bakeoff.apps.train.selection import own_table_ends
 from bakeoff.apps.train.setup import finished, open_inputs, select, set_up
 from bakeoff.apps.train.signals import Stopped, StopSignals
 from bakeoff.apps.train.step import learning_rate
+from bakeoff.apps.train.watch import watching
 from bakeoff.select import using
 
 __all__ = ["train"]
@@ -102,12 +103,18 @@ def _run(context: Context, signals: StopSignals) -> Result:
     """From the first step to the result."""
     signals.at_once = False
     with contextlib.ExitStack() as changed_regime:
-        stopped = _steps(context, signals, changed_regime)
+        with watching(context) as look:
+            stopped = _steps(context, signals, changed_regime, look)
         return _finish(context, signals, stopped)
 
 
-def _steps(context: Context, signals: StopSignals, changed_regime: contextlib.ExitStack) -> str:
-    """Makes all steps of this call; returns what ended them."""
+def _steps(
+    context: Context,
+    signals: StopSignals,
+    changed_regime: contextlib.ExitStack,
+    look: Callable[[], None],
+) -> str:
+    """Makes all steps of this call, with a `look` after each; returns what ended them."""
     train, progress, world = context.config.train, context.progress, context.stepper.world
     graph_pending = not context.stepper.uncaptured  # whether steps are captured is not known yet
     reason, progress.seconds = world.post(_reason(context, signals), context.timer.elapsed).read()
@@ -117,6 +124,7 @@ def _steps(context: Context, signals: StopSignals, changed_regime: contextlib.Ex
         _step(context)
         if graph_pending:
             graph_pending = not _graph_known(context, changed_regime)
+        look()
         if progress.step % train.log_every == 0:
             report_steps(context)
         world.doing(f"waiting at step {progress.step}")

@@ -128,7 +128,10 @@ def _scan(
     last = x.view(C, B, A, Q)[:, :, -1] @ tail.mT  # [C, B, 2K]
     decay = _powers(log_radius, theta, left)[..., 0].to(real)[:, None]
     end = last.view(C, B, 2, K) + _product(before[:, :, -1], decay, -2)
-    return y.to(u.dtype), end.permute(1, 0, 3, 2).contiguous()
+    y = y.to(u.dtype)
+    if T == 1:  # a decoding step's result has but one natural layout, which callers take a .view of
+        y = y.contiguous()
+    return y, end.permute(1, 0, 3, 2).contiguous()
 
 
 def _powers(log_radius: torch.Tensor, theta: torch.Tensor, n: torch.Tensor | int) -> torch.Tensor:

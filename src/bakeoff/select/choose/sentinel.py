@@ -6,6 +6,7 @@ run, or after a hundred thousand calls, is what this is for. It is off by defaul
 
 import contextlib
 import datetime
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -50,13 +51,17 @@ class Sentinel:
 
     def step(self) -> None:
         """A step of the run begins. Of each `every`-th one kind of calls is watched, each in its turn."""
-        if self.armed:
-            self.armed = False
-            self.turn = (self.turn + 1) % max(self.seen, 1)
+        self.rest()
         if self.steps % self.every == 0:
             self.armed, self.seen = True, 0
             policy.forget()  # remembered calls would pass unseen
         self.steps += 1
+
+    def rest(self) -> None:
+        """The step is over: nothing is watched until another begins."""
+        if self.armed:
+            self.armed = False
+            self.turn = (self.turn + 1) % max(self.seen, 1)
 
     def wants(self) -> bool:
         """Whether the kind of call that is decided now is the one whose turn it is."""
@@ -180,7 +185,12 @@ def _reproducer(folder: Path, op: Op, candidate: str, variant: str, args: Any, f
         "args": [_kept(a) for a in args],
         "requires_grad": [isinstance(a, torch.Tensor) and a.requires_grad for a in args],
     }
-    path = folder / f"{op.name}-{candidate}-{re.sub(r'[^0-9T]', '', date)}.pt"
+    name = f"{op.name}-{candidate}-{re.sub(r'[^0-9T]', '', date)}"
+    path = next(
+        path
+        for number in itertools.count(1)
+        if not (path := folder / (f"{name}.pt" if number == 1 else f"{name}-{number}.pt")).exists()
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(held, path)

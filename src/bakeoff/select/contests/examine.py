@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import time
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from bakeoff.select.declare.case import TensorMeta
 from bakeoff.select.declare.op import Op
 
 __all__ = ["batch_invariant", "examine"]
+
+_LET_GO_S = 0.5  # how long another thread may hold on to a call after its results are gone
 
 
 def examine(op: Op, candidate: Candidate, stick: Yardstick) -> None:
@@ -82,15 +85,28 @@ def _nothing_kept(op: Op, candidate: Candidate, stick: Yardstick) -> None:
     held = [*copies.args, *cotangents, *outputs, *first, *second, *(raw for raw, _ in poison.buffers)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors_in(held)}
     references = [(storage.nbytes(), StorageWeakRef(storage)) for storage in storages.values()]
+    poison.buffers.clear()  # autograd's thread holds the mode that was active for a moment longer
     del outputs, first, second, slope, copies, cotangents, held, storages, poison
-    if not all(reference.expired() for _, reference in references):
-        gc.collect()  # what a cycle of references still holds is no leak
-    left = sum(size for size, reference in references if not reference.expired())
+    left = _left(references)
     if left:
         raise Rejected(
             f"keeps {left} bytes of a call after all its results are gone: memory grows, or a later call "
             f"writes over what this one returned ({stick.where})"
         )
+
+
+def _left(references: list[tuple[int, StorageWeakRef]]) -> int:
+    """The bytes of memory that is still held once cycles of references are gone, and other threads have had
+    time: on a GPU, backward runs in a thread of autograd's own, which lets go of what it worked on after the
+    results are there."""
+    if not all(reference.expired() for _, reference in references):
+        gc.collect()
+    deadline = time.monotonic() + _LET_GO_S
+    while left := sum(size for size, reference in references if not reference.expired()):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.005)
+    return left
 
 
 def _passes_on_nan(op: Op, candidate: Candidate, stick: Yardstick) -> None:

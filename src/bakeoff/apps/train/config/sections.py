@@ -113,6 +113,9 @@ class Train(Section, frozen=True):
     """On CUDA, take deterministic kernels only, so that a run repeats itself bit for bit, at some cost."""
     leak_check: bool = True
     """Before the first step, make sure that no output of the model sees its own future."""
+    sentinel: Count = 0
+    """Steps between checks of what runs: a selected call is verified on the run's own values; 0 means never.
+    What fails runs no more, and leaves a file in RUN/reproducers. One process only."""
     log_every: Positive = 20
     """Steps between metrics lines; the host waits for the device only there."""
     eval_every: Count = 0
@@ -135,6 +138,8 @@ class Train(Section, frozen=True):
         super().__post_init__()
         if self.keep_best and not self.eval_every:
             raise ValueError("keep_best=true needs measurements to choose by: set eval_every, too")
+        if self.sentinel and self.compile:
+            raise ValueError("sentinel can't see calls inside compiled code: set sentinel=0 or compile=false")
 
 
 class Parallel(Section, frozen=True):
