@@ -2,9 +2,10 @@
 
 `python -m bakeoff.apps.bench.memories --out results/h200/memory-scan.csv`
 
-Three kinds of case. The op's own: the candidates of memory_scan, each first verified on 160 tokens of the
+Four kinds of case. The op's own: the candidates of memory_scan, each first verified on 160 tokens of the
 case. "layer": `bakeoff.nn.NeuralMemory` beside titans-pytorch's NeuralMemory with equal width, heads, hidden
-units and chunk; both have projections and gates of their own. "linear": other recurrences over as many tokens
+units and chunk; both have projections and gates of their own. "large": LaCT's arithmetic in plain PyTorch, of
+the size of memory_scan's case of one chunk of 2048 tokens. "linear": other recurrences over as many tokens
 and heads, which know a matrix where memory_scan has an MLP: fla's gated delta rule and its TTT-linear.
 Packages that aren't installed are left out, with a line that says so.
 """
@@ -21,6 +22,7 @@ import torch
 
 from bakeoff import hardware
 from bakeoff.apps.bench import results
+from bakeoff.apps.bench.large_chunk import large_chunk
 from bakeoff.device import named_device
 from bakeoff.nn import NeuralMemory
 from bakeoff.ops.memory_scan import OP
@@ -34,7 +36,7 @@ __all__ = ["TIMED", "main", "shortened"]
 _TOKENS = ("q", "k", "v", "lr", "decay", "forget")
 _RUNS = 21
 TIMED = ("12x1024 64-256 chunk 64", "12x1024 64-256 chunk 16", "64x1024 64-64 chunk 64",
-        "2x1024 384-1536 chunk 64 fp32")  # fmt: skip
+        "2x1024 384-1536 chunk 64 fp32", "4x2048 512-512 chunk 2048")  # fmt: skip
 _LAYERS = [(2, 1024, 384, 1, 4, 64), (2, 1024, 384, 1, 4, 16), (4, 512, 512, 8, 2, 64)]
 """Rows, tokens, width, heads, hidden units over inputs, chunk."""
 
@@ -113,7 +115,9 @@ def of_op(device: torch.device, only: str) -> Iterator[tuple[str, str, str, str,
             continue
         case = Case(listed.args, str(device), listed.name)
         sticks = list(yardsticks(OP, shortened(case)))
-        for name in ("triton", "chunked", "eager"):
+        for name in ("triton", "chunked", "compiled", "eager"):
+            if name == "compiled" and listed.chunk < listed.q.shape[1]:
+                continue  # a graph of all chunks takes minutes to compile
             candidate = OP.candidate(name)
             if candidate.supports is not None and candidate.supports(case):
                 continue
@@ -154,6 +158,21 @@ def of_layers(device: torch.device, only: str) -> Iterator[tuple[str, str, str, 
 
                 text = str(dtype).removeprefix("torch.")
                 yield name, text, called, "", both_ways(run, [x], [x, *layer.parameters()])
+
+
+def of_large(device: torch.device, only: str) -> Iterator[tuple[str, str, str, str, dict[str, Call]]]:
+    """The same for LaCT's arithmetic, at the size of memory_scan's case of one large chunk."""
+    G, T, D = 4, 2048, 512
+    name = f"large {G}x{T}x{D}, gated"
+    for orthogonal in (False, True) if only in name else ():
+        tokens = [torch.randn(G, T, D, device=device, dtype=torch.bfloat16) for _ in range(3)]
+        matrices = [torch.randn(G, D, D, device=device) / D**0.5 for _ in range(3)]
+        args = [*tokens, *matrices, 0.01 * torch.rand(3, G, T, 1, device=device)]
+        learned = [x.requires_grad_() for x in args]
+        compiled = torch.compile(large_chunk, dynamic=False)
+        for called, function in (("plain PyTorch", large_chunk), ("torch.compile", compiled)):
+            what = f"LaCT's arithmetic{', orthogonal' * orthogonal}, {called}"
+            yield name, "bfloat16", what, "", both_ways(function, [*args, orthogonal], learned)
 
 
 def of_matrices(device: torch.device, only: str) -> Iterator[tuple[str, str, str, str, dict[str, Call]]]:
@@ -197,7 +216,7 @@ def main(out: Path, device: str, only: str) -> None:
     facts = hardware.facts(str(place))
     common = {"gpu": facts.device, "torch": facts.torch, "triton": facts.triton, "date": results.now()[:10]}
     rows: list[dict[str, str]] = []
-    for part in (of_layers, of_matrices, of_op):
+    for part in (of_layers, of_matrices, of_large, of_op):
         for case, dtype, candidate, verdict, calls in part(place, only):
             for direction, call in calls.items():
                 regime, us, peak = measured(call)
