@@ -93,6 +93,22 @@ def test_graph_capture(impl):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("impl", ["flash", "cudnn", "efficient"])
+def test_gradients_laid_out_in_any_way(impl):
+    """After a dense one, whose plan is kept: expanded, transposed, beginning anywhere."""
+    inputs = [torch.randn(1, 512, 4, 128, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+    shape = inputs[0].shape
+    dense = torch.randn(shape, device="cuda").bfloat16()
+    shifted = torch.empty(dense.numel() + 1, device="cuda", dtype=dense.dtype)[1:].view(shape).copy_(dense)
+    one = torch.randn(128, device="cuda").bfloat16().expand(shape)
+    for dy in (dense, dense.mT.contiguous().mT, shifted, one):
+        y = dilated_attention(*inputs, (256, 512), (1, 4), causal=True, impl=impl)
+        got = torch.autograd.grad(y, inputs, dy)
+        y = dilated_attention(*inputs, (256, 512), (1, 4), causal=True, impl="eager")
+        for mine, right in zip(got, torch.autograd.grad(y, inputs, dy.contiguous()), strict=True):
+            torch.testing.assert_close(mine, right, rtol=2**-5, atol=2**-5)
+
+
 def test_documents_ask_the_host_for_nothing():
     inputs = [torch.randn(1, 3000, 4, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
     cu = torch.tensor([0, 700, 700, 2500, 2900], device="cuda", dtype=torch.int32)

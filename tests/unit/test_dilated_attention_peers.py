@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bakeoff.ops.dilated_attention import OP, plain
+from bakeoff.ops.dilated_attention import OP, backends, branches, plain
 from bakeoff.ops.dilated_attention.backends import BACKENDS
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
+from bakeoff.ops.dilated_attention.reference import pattern_of
 
 # Functions with the packages' signatures, over [N, L, H, D], computed by matrix products.
 
@@ -106,3 +107,49 @@ def test_packages_that_are_not_there_are_absent_with_the_reason() -> None:
         candidate = OP.candidate(name)
         assert candidate.absent is None or "is not installed" in candidate.absent
         assert candidate.third_party
+
+
+@pytest.mark.parametrize("change", ["first element", "rows", "columns", "expanded"])
+def test_a_branch_of_rate_1_is_copied_where_16_bytes_cannot_be_read(change: str) -> None:
+    wide = torch.randn(2, 8, 4, 18).bfloat16()
+    x = {
+        "first element": torch.randn(2 * 8 * 4 * 16 + 1).bfloat16()[1:].view(2, 8, 4, 16),
+        "rows": wide[..., :16],
+        "columns": torch.randn(2, 8, 16, 4).bfloat16().mT,
+        "expanded": torch.randn(2, 8, 1, 16).bfloat16().expand(2, 8, 4, 16),
+    }[change]
+    (got,) = branches._rows(pattern_of((8,), (1,), "mod", 4), x)
+    assert got.data_ptr() % 16 == 0
+    assert got.is_contiguous()
+    assert torch.equal(got, x.transpose(1, 2))
+    plain_rows = torch.randn(2, 8, 4, 16).bfloat16()
+    assert branches._rows(pattern_of((8,), (1,), "mod", 4), plain_rows)[0].data_ptr() == plain_rows.data_ptr()
+
+
+def test_cudnn_is_given_gradients_as_its_plans_expect_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch finds a plan by the strides of q, k and v; those of the others must follow from q's."""
+    seen = []
+
+    def kernel(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any, **__: Any) -> Any:
+        seen.append((dout.stride(), out.stride()))
+        assert torch.equal(dout, dy)
+        return q, k, v
+
+    fake = types.SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=kernel)
+    monkeypatch.setattr(backends, "aten", fake)
+    q = torch.randn(2, 8, 4, 16).transpose(1, 2)
+    dy, lse = torch.randn(q.shape), torch.zeros(2, 4, 8)
+    gapped = torch.randn(2, 8, 4, 32)[..., :16].transpose(1, 2).copy_(dy)
+    for dout in (dy, dy.mT.contiguous().mT, gapped):
+        for out in (dy, gapped):
+            BACKENDS["cudnn"].backward(dout, q, q, q, out, lse, True, 1.0)
+    assert set(seen) == {(q.stride(), q.stride())}
+
+
+def test_no_tokens_are_no_even_branches() -> None:
+    assert not branches.even(pattern_of((8,), (1,), "mod", 4), 0)
+
+
+def test_kernels_that_add_up_in_any_order_say_so() -> None:
+    """FlashAttention's and cuDNN's gradient of q differs from run to run in its last bits."""
+    assert {c.name for c in OP.candidates if c.deterministic} == {"eager", "flex", "fused", "cuda"}

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BACKENDS", "Backend", "exact"]
+__all__ = ["BACKENDS", "Backend", "exact", "readable"]
 
 _CHUNK = 1 << 26  # scores of matrix products that exist at a time
 aten = torch.ops.aten
@@ -25,6 +25,16 @@ class Backend(NamedTuple):
     """(q, k, v, causal, scale) -> out, lse"""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """(dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv"""
+
+
+def readable(x: Tensor) -> Tensor:
+    """x, or a dense copy where kernels that read 16 bytes at a time would fault: they don't look where x
+    begins, nor how far apart its rows are."""
+    *outer, inner = x.stride()
+    step = 16 // x.element_size()
+    if x.data_ptr() % 16 == 0 and inner == 1 and all(stride and stride % step == 0 for stride in outer):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -50,11 +60,22 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # PyTorch keeps cuDNN's plans by the strides of q, k and v alone. A plan that was made for a dout or out
+    # laid out in another way reads this one's at the wrong places, and beyond its end.
+    dout, out = _laid_as(q, dout), _laid_as(q, out)
     L, seed = q.shape[2], q.new_zeros((), dtype=torch.int64)
     found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse[..., None], seed, seed, None, None, None, L, L, 0.0, causal, scale=scale
     )
     return found
+
+
+def _laid_as(q: Tensor, x: Tensor) -> Tensor:
+    """x with the strides that a new tensor like q has."""
+    like = torch.empty_like(q, device="meta", dtype=x.dtype).stride()
+    if x.stride() == like:
+        return x
+    return torch.empty_strided(x.shape, like, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

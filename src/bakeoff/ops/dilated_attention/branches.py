@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from bakeoff.ops.dilated_attention import plain
-from bakeoff.ops.dilated_attention.backends import BACKENDS
+from bakeoff.ops.dilated_attention.backends import BACKENDS, readable
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.compiled import compiled, compiler_missing
@@ -37,7 +37,7 @@ __all__ = [
 def even(pattern: Pattern, T: int) -> bool:
     """Whether all segments are alike and every head selects equally many rows of each."""
     pairs = zip(pattern.segments, pattern.rates, strict=True)
-    return all(T % min(w, T) == 0 and min(w, T) % r == 0 for w, r in pairs)
+    return T > 0 and all(T % min(w, T) == 0 and min(w, T) % r == 0 for w, r in pairs)
 
 
 def _collect(pattern: Pattern, x: Tensor) -> tuple[Tensor, ...]:
@@ -97,13 +97,13 @@ _collected, _mixed, _added = compiled(_collect), compiled(_mix), compiled(_add)
 
 
 def _rows(pattern: Pattern, x: Tensor) -> list[Tensor]:
-    """As `_collect`, of which a branch of rate 1 is a view."""
+    """As `_collect`, of which a branch of rate 1 is a view where kernels can read that."""
     strided = [branch for branch, rate in enumerate(pattern.rates) if rate > 1]
     alone = Pattern(*[tuple(part[i] for i in strided) for part in pattern])  # type: ignore[arg-type]
     others = iter(_collected(alone, x) if strided else ())
     T = x.shape[1]
     return [
-        next(others) if r > 1 else x.reshape(-1, min(w, T), *x.shape[2:]).transpose(1, 2)
+        next(others) if r > 1 else readable(x.reshape(-1, min(w, T), *x.shape[2:]).transpose(1, 2))
         for w, r in zip(pattern.segments, pattern.rates, strict=True)
     ]
 

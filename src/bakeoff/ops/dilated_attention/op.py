@@ -281,7 +281,8 @@ def _cuda() -> Implementation:
 
 
 def _flash_attn(name: str, call: Implementation, *packages: str) -> Candidate:
-    """Branches by one of the flash-attn packages, whose gradient of q is added up in any order."""
+    """Branches by one of the flash-attn packages, whose gradient of q is added up in any order, as that of
+    PyTorch's own kernels is."""
     return Candidate(
         name,
         call,
@@ -301,12 +302,14 @@ OP = Op(
             "flash",
             branches.flash,
             supports=partial(branches.supports, name="flash"),
+            deterministic=False,
             min_capability=(8, 0),
         ),
         Candidate(
             "cudnn",
             branches.cudnn,
             supports=partial(branches.supports, name="cudnn"),
+            deterministic=False,
             min_capability=(8, 0),
         ),
         Candidate(
