@@ -35,7 +35,7 @@ def compiled(name, target, dtype=torch.bfloat16, *, absent=(), tiling=None, size
         options = {"num_warps": 4 if name == "_row_sums" else 8}
     constants = {
         "D": D, "H": H, "V": V, "K_ALIGN": 16, "V_ALIGN": 16, "BLOCK": kernels.BLOCK, "TILES": 4,
-        "PRECISION": kernels.precision(dtype, hip), "CHAIN": target in ("sm_90", "sm_100"), **tile,
+        "PRECISION": kernels.precision(dtype, hip), **tile,
     }  # fmt: skip
     if name == "_row_sums":
         constants["BLOCK"] = 256

@@ -19,7 +19,6 @@ import triton.language as tl
 from triton import knobs
 
 from bakeoff.kernels import counter
-from bakeoff.kernels.chain import chained
 
 __all__ = ["Compiled", "TritonKernel"]
 
@@ -86,9 +85,8 @@ class TritonKernel:
     """Launches one ``@triton.jit`` function.
 
     ``kernel(grid, x=x, N=N, BLOCK=1024, num_warps=4)``: everything by the names that the function gives its
-    arguments, constexprs and compile options beside them. CHAIN follows from the device (see
-    `bakeoff.kernels.chain`). A misaligned pointer or an installed launch hook takes Triton's own, slower
-    path.
+    arguments, constexprs and compile options beside them. A misaligned pointer or an installed launch hook
+    takes Triton's own, slower path.
     """
 
     def __init__(self, function: Any) -> None:
@@ -98,7 +96,6 @@ class TritonKernel:
         """The names of the arguments that a launch passes, in order."""
         self.constexprs = tuple(name for name in kinds if name not in self.runtime)
         self._own = frozenset(self.runtime)
-        self._chains = "CHAIN" in self.constexprs
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
 
     def __call__(self, grid: tuple[int, ...], /, **named: Any) -> Compiled | None:
@@ -119,8 +116,6 @@ class TritonKernel:
             else:
                 values.append(value)
                 types.append(value.__class__)
-        if self._chains:
-            named |= chained(device)
         if device < 0 or pointers & 15 or knobs.runtime.launch_enter_hook.calls:
             self.function[grid](**named)
             return None

@@ -8,7 +8,6 @@ not finite, results are zeros.
 import triton
 import triton.language as tl
 
-from bakeoff.kernels.chain import follow
 from bakeoff.ops.memory_update.kernels.products import (
     _bend,
     _down,
@@ -27,13 +26,12 @@ def _z_bar(
     k, u1, v1, z, dh, dh_bar, z_bar,
     N: tl.int32, k_units: tl.int32,
     D: tl.constexpr, H: tl.constexpr, K_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr, CHAIN: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dz_bar = k u1' + v1; dh_bar = dz_bar silu'(z), and z_bar = dz_bar dh silu''(z) so far.
 
     2 D H FLOPs a row; reads k, u1, z and dh, writes dh_bar and z_bar.
     """
-    follow(CHAIN)
     group, _, row, here, j, there = _tile(N, H, ROWS, COLS)
     k_row = k_units * K_ALIGN
     sums = tl.zeros([ROWS, COLS], tl.float32)
@@ -53,14 +51,13 @@ def _e_bar(
     h, u2, dh_bar, w2, v2, dy, e, weight, loss_bar, norm, e_bar, dv, weights, sums2,
     N: tl.int32, factor: tl.float32,
     H: tl.constexpr, V: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr, CHAIN: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dy_bar = h u2' + v2 + dh_bar w2'; e_bar = weight * dy_bar + loss_bar * dy, and dv = -factor * e_bar.
 
     The tile's shares of the weights' gradient and of e_bar's sum over rows. 4 H V FLOPs a row; reads h, u2,
     dh_bar, w2 and dy, writes e_bar and dv.
     """
-    follow(CHAIN)
     group, tile, row, here, j, there = _tile(N, V, ROWS, COLS)
     i = tl.arange(0, ROWS)
     inside = here[:, None] & there[None, :]
@@ -96,13 +93,12 @@ def _h_bar(
     dy, u2, e_bar, w2, z, z_bar, sums1,
     N: tl.int32,
     H: tl.constexpr, V: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr, CHAIN: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """h_bar = dy u2 + e_bar w2, and z_bar += h_bar silu'(z); the tile's share of z_bar's sum over rows.
 
     4 H V FLOPs a row; reads dy, u2, e_bar, w2 and z, updates z_bar.
     """
-    follow(CHAIN)
     group, tile, row, here, j, there = _tile(N, H, ROWS, COLS)
     matrix = group.to(tl.int64) * (V * H)
     sums = tl.zeros([ROWS, COLS], tl.float32)
@@ -122,10 +118,9 @@ def _k_bar(
     dz, u1, z_bar, w1, norm, dk,
     N: tl.int32, factor: tl.float32,
     D: tl.constexpr, H: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr, CHAIN: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk = factor * (dz u1 + z_bar w1): 4 D H FLOPs a row; reads dz, u1, z_bar and w1, writes dk."""
-    follow(CHAIN)
     group, _, row, here, j, there = _tile(N, D, ROWS, COLS)
     good = _finite(tl.load(norm + group))
     matrix = group.to(tl.int64) * (H * D)
@@ -142,13 +137,12 @@ def _memory_bar(
     z_bar, k, dy, dh_bar, e_bar, h, sums1, sums2, norm, dw1, db1, dw2, db2,
     N: tl.int32, k_units: tl.int32, tiles: tl.int32, factor: tl.float32,
     D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr, CHAIN: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds factor * (z_bar' k | sum z_bar | dy' dh_bar + e_bar' h | sum e_bar) to the memory's gradients.
 
     Programs as in `forward._gradient`; 2 H (D + 2 V) FLOPs a row.
     """
-    follow(CHAIN)
     across1: tl.constexpr = (D + COLS - 1) // COLS
     across2: tl.constexpr = (H + COLS - 1) // COLS
     upto1: tl.constexpr = across1 * ((H + ROWS - 1) // ROWS)
@@ -193,9 +187,8 @@ def _memory_bar(
 
 
 @triton.jit(do_not_specialize=["N"])
-def _row_sums(weights, dweight, N: tl.int64, TILES: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
+def _row_sums(weights, dweight, N: tl.int64, TILES: tl.constexpr, BLOCK: tl.constexpr):
     """The weights' gradient: the sum of each row's shares, [N, TILES]."""
-    follow(CHAIN)
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for tile in range(TILES):

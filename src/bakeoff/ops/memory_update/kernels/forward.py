@@ -8,18 +8,14 @@ it saves are worth.
 import triton
 import triton.language as tl
 
-from bakeoff.kernels.chain import follow
 from bakeoff.ops.memory_update.kernels.products import _down, _outer, _product, _slope, _tile
 
 __all__: list[str] = []
 
 
 @triton.jit(do_not_specialize=["size1", "size2"])
-def _narrow(
-    w1, w2, narrow1, narrow2, size1: tl.int64, size2: tl.int64, BLOCK: tl.constexpr, CHAIN: tl.constexpr
-):
+def _narrow(w1, w2, narrow1, narrow2, size1: tl.int64, size2: tl.int64, BLOCK: tl.constexpr):
     """Both matrices in the dtype of products: reads 4 bytes an element, writes 2."""
-    follow(CHAIN)
     first = tl.cdiv(size1, BLOCK)
     block = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -38,10 +34,9 @@ def _hidden(
     k, w1, b1, z, h,
     N: tl.int32, k_units: tl.int32,
     D: tl.constexpr, H: tl.constexpr, K_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr, CHAIN: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """z = k w1' + b1 and h = silu(z): 2 D H FLOPs a row; reads k and w1, writes z and h."""
-    follow(CHAIN)
     group, _, row, here, j, there = _tile(N, H, ROWS, COLS)
     k_row = k_units * K_ALIGN
     sums = tl.zeros([ROWS, COLS], tl.float32)
@@ -59,13 +54,12 @@ def _error(
     h, w2, b2, v, weight, dy, e, losses, sums2,
     N: tl.int32, v_units: tl.int32,
     H: tl.constexpr, V: tl.constexpr, V_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr, CHAIN: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """e = h w2' + b2 - v and dy = weight * e; the tile's share of the loss, and of dy's sum over rows.
 
     2 H V FLOPs a row; reads h, w2 and v, writes dy, and e where asked for.
     """
-    follow(CHAIN)
     group, tile, row, here, j, there = _tile(N, V, ROWS, COLS)
     v_row = v_units * V_ALIGN
     i = tl.arange(0, ROWS)
@@ -95,13 +89,12 @@ def _hidden_slope(
     dy, w2, z, dh, dz, sums1,
     N: tl.int32,
     H: tl.constexpr, V: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr, CHAIN: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dh = dy w2 and dz = dh * silu'(z); the tile's share of dz's sum over rows.
 
     2 H V FLOPs a row; reads dy, w2 and z, writes dz, and dh where asked for.
     """
-    follow(CHAIN)
     group, tile, row, here, j, there = _tile(N, H, ROWS, COLS)
     sums = tl.zeros([ROWS, COLS], tl.float32)
     own = w2 + group.to(tl.int64) * (V * H)
@@ -122,13 +115,12 @@ def _gradient(
     dz, k, dy, h, sums1, sums2, g, squares,
     N: tl.int32, k_units: tl.int32, tiles: tl.int32, factor: tl.float32,
     D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr, CHAIN: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """g = factor * (dz' k | sum dz | dy' h | sum dy), flat, and each program's share of its square.
 
     A tile of a matrix a program, or COLS of a bias; 2 H (D + V) FLOPs a row, no atomics.
     """
-    follow(CHAIN)
     across1: tl.constexpr = (D + COLS - 1) // COLS
     across2: tl.constexpr = (H + COLS - 1) // COLS
     upto1: tl.constexpr = across1 * ((H + ROWS - 1) // ROWS)

@@ -7,7 +7,6 @@ the same order: no atomics, and no launch for a handful of numbers.
 import triton
 import triton.language as tl
 
-from bakeoff.kernels.chain import follow
 from bakeoff.ops.memory_update.kernels.products import _finite
 
 __all__: list[str] = []
@@ -53,13 +52,12 @@ def _step(
     w1, b1, w2, b2, s1, c1, s2, c2, new_w1, new_b1, new_w2, new_b2, new_s1, new_c1, new_s2, new_c2,
     g, squares, losses, lr, decay, forget, loss, norm, ok, skipped,
     max_norm: tl.float32, factor: tl.float32, shares: tl.int32, losses_each: tl.int32,
-    D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+    D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The new momentum and memory; loss, norm and ok by each group's first program.
 
     Reads 12 bytes an element, writes 8.
     """
-    follow(CHAIN)
     group, t = _place(D, H, V, BLOCK)
     upto1: tl.constexpr = (H * D + BLOCK - 1) // BLOCK
     upto2: tl.constexpr = upto1 + (H + BLOCK - 1) // BLOCK
@@ -119,13 +117,12 @@ def _dots_of(m, s, m_bar, s_bar, g, group, block, SIZE: tl.constexpr, BLOCK: tl.
 @triton.jit
 def _dots(
     w1, b1, w2, b2, s1, c1, s2, c2, w1_bar, b1_bar, w2_bar, b2_bar, s1_bar, c1_bar, s2_bar, c2_bar, g, dots,
-    D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+    D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each block's share of the three inner products that the gates' gradients are made of: [3, G, blocks].
 
     Reads up to 20 bytes an element.
     """
-    follow(CHAIN)
     group, t = _place(D, H, V, BLOCK)
     upto1: tl.constexpr = (H * D + BLOCK - 1) // BLOCK
     upto2: tl.constexpr = upto1 + (H + BLOCK - 1) // BLOCK
@@ -179,14 +176,13 @@ def _spread(  # noqa: C901  four tensors, and gradients that may be absent
     w1_bar, b1_bar, w2_bar, b2_bar, s1_bar, c1_bar, s2_bar, c2_bar, norm_bar, g, dots, norm,
     lr, decay, forget, u1, v1, u2, v2, dw1, db1, dw2, db2, ds1, dc1, ds2, dc2, dlr, ddecay, dforget,
     max_norm: tl.float32,
-    D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+    D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The cotangent u of the gradient; the momentum's gradient, the memory's as far as it goes past the step,
     and the gates' by each group's first program.
 
     Reads up to 12 bytes an element, writes up to 12.
     """
-    follow(CHAIN)
     group, t = _place(D, H, V, BLOCK)
     upto1: tl.constexpr = (H * D + BLOCK - 1) // BLOCK
     upto2: tl.constexpr = upto1 + (H + BLOCK - 1) // BLOCK
