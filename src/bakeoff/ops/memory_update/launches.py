@@ -1,4 +1,8 @@
-"""The gradient of a memory's loss in launches: what forward and backward share."""
+"""The gradient of a memory's loss in launches: what forward and backward share.
+
+Launches don't overlap: with programmatic dependent launch the step took 45 us where it takes 35 (1x2048x512,
+bfloat16, H200, in a graph).
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
