@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from bakeoff.kernels.counter import launches
-from bakeoff.ops.rms_norm import peers, plain
+from bakeoff.ops.rms_norm import native, peers, plain
 from bakeoff.ops.rms_norm.reference import rms_norm as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
 from bakeoff.select.declare.arguments import ANY_FLOATING, Arguments, Number, Tensor
@@ -168,6 +168,13 @@ OP = Op(
             supports=triton_supports,
             requires=("triton",),
             launches=launches,
+        ),
+        Candidate(
+            "native",
+            native.native,
+            supports=native.native_supports,
+            requires=native.REQUIRES,
+            traceable=False,
         ),
         Candidate(
             "liger",
