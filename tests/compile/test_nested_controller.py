@@ -3,12 +3,12 @@
 import pytest
 
 from aot import TARGETS, build
-from bakeoff.optim import controller_kernel
+from bakeoff.optim import kernels
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_advance(target: str) -> None:
-    kernel = controller_kernel._advance
+    kernel = kernels._advance
     numbers = ("log_ratio", "rate", "inner", "margin", "pull", "decay", "wait")
     sizes = {"GROUPS": 4, "HIDDEN": 16, "G": 4, "H": 16}
     pointers = [name for name in kernel.arg_names if name not in (*numbers, *sizes)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bakeoff.optim import NestedController
-from bakeoff.optim.controller_kernel import advance, fits
+from bakeoff.optim.kernels import advance, fits
 
 FIRM = {"wait": 2, "margin": 0.02, "decay": 0.9}
 

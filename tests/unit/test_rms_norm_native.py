@@ -55,7 +55,7 @@ def test_it_is_rms_norm(residual: bool, weighted: bool, asked: list[list[bool]])
 
 
 def test_it_says_what_it_can_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(module.hardware, "generation", lambda number: 9)
     monkeypatch.setattr(module, "missing", lambda package: None)
 
     def why(x: TensorMeta, offset: float = 0.0, device: str = "cuda:0", **more: Any) -> str | None:
@@ -75,7 +75,7 @@ def test_it_says_what_it_can_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "missing", lambda package: f"{package} is not installed")
     assert "needs PyTorch 2.13" in str(why(dense((4, 8), bf16)))
     monkeypatch.setattr(module, "missing", lambda package: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(module.hardware, "generation", lambda number: 8)
     assert "9.x and 10.x" in str(why(dense((4, 8), bf16)))
 
 

@@ -125,7 +125,7 @@ class NestedController:
         """
         s, sums = self._state, sums.float()
         if self._in_one_launch(sums):
-            from bakeoff.optim.controller_kernel import advance
+            from bakeoff.optim.kernels import advance
 
             advance(
                 s, sums.contiguous(), loss, ratio=self.ratio, rate=self.rate, inner=self.inner,
@@ -159,7 +159,7 @@ class NestedController:
         """Whether a kernel does the whole step: on a GPU that Triton compiles for, if it can hold it."""
         if not sums.is_cuda or hardware.without_triton(str(sums.device)):
             return False
-        from bakeoff.optim.controller_kernel import fits
+        from bakeoff.optim.kernels import fits
 
         return fits(self.groups, self.hidden)
 

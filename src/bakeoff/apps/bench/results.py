@@ -373,7 +373,10 @@ def _packages() -> dict[str, str]:
     for package in sorted(required - {"triton"}):
         if importlib.util.find_spec(package):
             name = distributions.get(package, [package])[0]
-            versions[name] = importlib.metadata.version(name)
+            try:
+                versions[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:  # a folder, not installed
+                versions[name] = "unknown"
     return versions
 
 

@@ -273,7 +273,8 @@ def _update(
         if SUMS:
             slope, gg, pp, uu = slope + more[0], gg + more[1], pp + more[2], uu + more[3]
     if SUMS:  # all four at once: one exchange between warps
-        found = tl.sum(tl.join(tl.join(slope, gg), tl.join(pp, uu)), axis=0)  # [i, j]: sum i + 2 j
+        each = tl.join(tl.join(slope, gg), tl.join(pp, uu))  # [BLOCK, i, j]: of sum i + 2 j
+        found = tl.sum(tl.sum(tl.reshape(each, [BLOCK // 32, 32, 2, 2]), axis=1), axis=0)
         which = tl.arange(0, 2)[:, None] + 2 * tl.arange(0, 2)[None, :]
         tl.store(partial + tl.program_id(0) + which.to(tl.int64) * tl.num_programs(0), found)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bakeoff import hardware
 from bakeoff.select import Case
 from bakeoff.select.declare.installed import missing
 
@@ -54,7 +55,7 @@ def native_supports(case: Case) -> str | None:
         return f"needs PyTorch 2.13 or newer ({absent})"
     if not case.device.startswith("cuda") or torch.version.hip is not None:
         return f"runs on NVIDIA GPUs, not on {case.device}"
-    if torch.cuda.get_device_capability(case.device)[0] not in _GENERATIONS:
+    if hardware.generation(hardware.index(case.device)) not in _GENERATIONS:
         return "runs on GPUs of compute capability 9.x and 10.x"
     kinds = {meta.dtype for meta in case.tensors.values()}
     if len(kinds) > 1 or not kinds <= {*_DTYPES}:
