@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import bakeoff
-from bakeoff.select import Case, Cost, ListMeta, Op, TensorMeta, find_op, registry
+from bakeoff.select import Cost, Op, find_op, registry
 from bakeoff.select.contests.draw import inputs
 from bakeoff.select.declare.key import REGIMES, key
 from bakeoff.select.declare.sources import files, roots
+from tests.cut import cut
 
 importlib.import_module("bakeoff.ops")
 OPS = Path(bakeoff.__file__).parent / "ops"
@@ -29,25 +30,6 @@ LINES = {
 """The public functions by folder, as the registry's lines name them."""
 OWN = [op for op in registry.values() if op.home.startswith("bakeoff.ops.")]
 NAMES = sorted(name for name in LINES if isinstance(registry.get(name), Op))
-
-
-def small(op: Op, case: Case) -> Case:
-    """The case on the CPU with at most 16 of everything that counts rows."""
-    args = dict(case.args)
-    for name, meta in case.tensors.items():
-        rows = len(meta.shape) - op.features.get(name, 0)
-        shape = [min(size, 16) if i < rows else size for i, size in enumerate(meta.shape)]
-        args[name] = TensorMeta.dense(shape, meta.dtype, grad=meta.requires_grad)
-    for name, meta in case.lists.items():
-        count = min(meta.count, 16)
-        each = min(-(-meta.numel // meta.count), 16)
-        args[name] = ListMeta(count, count * each, meta.dtype)
-    cut = Case(args, "cpu", case.name)
-    # What a bucket does without must go: frequencies that a shorter sequence lacks.
-    kept = op.bucket(cut).tensors
-    return cut.replace(
-        **{name: kept[name] for name, meta in cut.tensors.items() if kept[name].numel < meta.numel}
-    )
 
 
 @pytest.fixture(params=NAMES)
@@ -203,7 +185,7 @@ def test_incumbent_takes_every_case_and_agrees_with_the_reference(op: Op) -> Non
     """At sizes a CPU does at once, in float64, where both must agree to rounding."""
     done = 0
     for case in op.cases():
-        cpu = small(op, case)
+        cpu = cut(op, case, 16, "cpu")
         op.check(cpu)
         assert op.incumbent.reasons(cpu) == []
         args = [

@@ -1,0 +1,27 @@
+"""Cases cut down to sizes that a CPU, or a checker of memory accesses, does at once."""
+
+from bakeoff.select import Case, ListMeta, Op, TensorMeta
+
+__all__ = ["cut"]
+
+
+def cut(op: Op, case: Case, most: int, device: str, *, outer: int | None = None, lists: int = 16) -> Case:
+    """The case on `device` with at most `most` of everything that counts rows; of all but a tensor's last
+    such dimension at most `outer`, where given. Tensors of a list have at most `lists` elements on average.
+    """
+    args = dict(case.args)
+    for name, meta in case.tensors.items():
+        rows = len(meta.shape) - op.features.get(name, 0)
+        limits = [most if outer is None or i == rows - 1 else outer for i in range(rows)]
+        shape = [min(size, limit) for size, limit in zip(meta.shape, limits, strict=False)]
+        args[name] = TensorMeta.dense((*shape, *meta.shape[rows:]), meta.dtype, grad=meta.requires_grad)
+    for name, listed in case.lists.items():
+        count = min(listed.count, 16)
+        each = min(-(-listed.numel // listed.count), lists)
+        args[name] = ListMeta(count, count * each, listed.dtype)
+    smaller = Case(args, device, case.name)
+    # What a bucket does without must go: frequencies that a shorter sequence lacks.
+    kept = op.bucket(smaller).tensors
+    return smaller.replace(
+        **{name: kept[name] for name, meta in smaller.tensors.items() if kept[name].numel < meta.numel}
+    )

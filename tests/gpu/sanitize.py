@@ -1,0 +1,132 @@
+"""Runs every kernel of this package under NVIDIA's compute-sanitizer, at small odd shapes.
+
+``python -m tests.gpu.sanitize memcheck`` or ``racecheck``, in the repository, on a machine with a GPU; names
+of ops after that choose some. Each op gets a process of its own, several at a time. Forward and backward of
+all the op's cases, cut down, go through each candidate that has kernels, and PyTorch allocates each tensor by
+itself, so that an access beyond one is seen. Exits with 1 where there is anything to report.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("memcheck", "racecheck", "synccheck")
+MARK = "ran: "
+BROKEN = 77  # the status that compute-sanitizer ends with where it found something
+
+
+@dataclass
+class Report:
+    """What one op's process came to."""
+
+    op: str
+    calls: dict[str, int]
+    """By candidate, how many cases ran forward and, where they have gradients, backward."""
+    launches: int
+    problem: str
+    """Empty where all is well."""
+
+
+def sanitizer() -> str | None:
+    """The program's path, or None where there is none."""
+    beside = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
+    return shutil.which("compute-sanitizer") or (str(beside) if beside.exists() else None)
+
+
+def examine(tool: str, op: str, limit_s: float) -> Report:
+    """One op under one tool."""
+    program = sanitizer()
+    assert program is not None, "needs compute-sanitizer, which CUDA's toolkit brings"
+    command = [program, "--tool", tool, "--error-exitcode", str(BROKEN), "--print-limit", "5"]
+    command += [sys.executable, "-m", "tests.gpu.sanitize", "run", op]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Report(op, {}, 0, f"did not end within {limit_s:.0f} s")
+    told = [json.loads(line[len(MARK) :]) for line in done.stdout.splitlines() if line.startswith(MARK)]
+    calls, launched = told[0] if told else ({}, 0)
+    problem = "" if done.returncode == 0 and told else f"status {done.returncode}\n{_tail(done)}"
+    return Report(op, calls, launched, problem)
+
+
+def _tail(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "Host Frame" not in line]
+    return "\n".join(lines[-40:])
+
+
+def run(name: str) -> None:
+    """What the tool watches: every kernel candidate of the op at small odd cases."""
+    import torch
+
+    import bakeoff.ops  # noqa: F401  declares the ops
+    from bakeoff.kernels.counter import launches
+    from bakeoff.select import find_op
+    from bakeoff.select.contests.draw import cotangent, inputs
+    from bakeoff.select.contests.results import gradients, outputs_of
+    from tests.cut import cut
+
+    op = find_op(name)
+    before, calls = launches(), Counter[str]()
+    cases = [cut(op, case, 131, "cuda:0", outer=3, lists=3001) for case in op.cases()]
+    for candidate in (c for c in op.candidates if c.launches is not None):
+        for case in {str(case.args): case for case in cases}.values():
+            if candidate.reasons(case):
+                continue
+            args = inputs(op, case, 0)
+            with torch.set_grad_enabled(case.needs_grad):
+                outputs = outputs_of(candidate.implementation, args)
+                dys = [cotangent(output, args, 1) for output in outputs]
+                gradients(outputs, args, dys)
+            torch.cuda.synchronize()
+            calls[candidate.name] += 1
+    print(MARK + json.dumps([calls, launches() - before]), flush=True)
+
+
+def main(words: list[str]) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.sanitize", description=__doc__)
+    parser.add_argument("tool", choices=[*TOOLS, "run"])
+    parser.add_argument("ops", nargs="*", help="some of the ops; all, if none is named")
+    parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="processes at a time")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds that an op may take")
+    options = parser.parse_args(words)
+    if options.tool == "run":
+        for name in options.ops:
+            run(name)
+        return 0
+    if sanitizer() is None:
+        print("needs compute-sanitizer, which CUDA's toolkit brings; set CUDA_HOME if it lies elsewhere")
+        return 2
+    with ThreadPoolExecutor(options.jobs) as pool:
+        reports = list(
+            pool.map(lambda op: examine(options.tool, op, options.limit), options.ops or own_ops())
+        )
+    for report in reports:
+        ran = ", ".join(f"{name} {count}" for name, count in report.calls.items()) or "nothing"
+        found = report.problem or "clean"
+        print(f"{options.tool} {report.op}: cases of {ran}, {report.launches} launches: {found}")
+    return int(any(report.problem for report in reports))
+
+
+def own_ops() -> list[str]:
+    """The ops that have kernels of this package."""
+    import bakeoff.ops  # noqa: F401  declares the ops
+    from bakeoff.select import registry
+
+    return sorted(op.name for op in registry.values() if any(c.launches is not None for c in op.candidates))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
