@@ -91,6 +91,7 @@ def test_cells_come_forward_then_both(rms_norm: Op) -> None:
     assert [cell.direction for cell in cells(find_op("rotary"), "cuda:0", "decode")] == ["forward"]
     assert {cell.case.device for cell in cells(rms_norm, "cuda:0")} == {"cuda:0"}
     assert [cell.direction for cell in cells(rms_norm, "cpu", ONE)] == ["forward", "both"]
+    assert len(list(cells(rms_norm, "cpu", f"{ONE}|bf16[1,4096]"))) == 4, "one text or the other"
     assert list(cells(rms_norm, "cpu", "no such case")) == []
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from bakeoff.apps.bench import results
 from bakeoff.apps.bench.results import File, open_file
 from bakeoff.apps.bench.step import counted, source_hash
+from bakeoff.apps.bench.suites import chosen
 from bakeoff.apps.train import recipe
 from bakeoff.device import synchronize
 from bakeoff.models import build, byte_spectral, llm_med, longnet, titan_mac
@@ -87,7 +88,7 @@ def run_decode(
     file = open_file(out, env)
     where = torch.device(device)
     for name, make, rows, mode, precision in _plan(where):
-        if text not in name:
+        if not chosen(text, name):
             continue
         place = (name, mode, rows, precision)
         held = [row for row in file.rows if _place(row) == place]

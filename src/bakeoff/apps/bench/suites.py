@@ -9,7 +9,7 @@ from bakeoff.apps.bench.notation import write_case
 from bakeoff.select import Case, ListMeta, Op, TensorMeta
 from bakeoff.select.declare.key import layout, with_layout
 
-__all__ = ["Cell", "cells", "cpu_cases", "shrunk"]
+__all__ = ["Cell", "cells", "chosen", "cpu_cases", "shrunk"]
 
 CPU_ELEMENTS = 2**18  # the largest tensor of a case on the CPU
 
@@ -52,7 +52,12 @@ def cpu_cases(op: Op, text: str = "") -> list[Case]:
 
 
 def _matches(op: Op, case: Case, measured: Case, text: str) -> bool:
-    return text in f"{op.name} {case.name} {write_case(op, case)} {write_case(op, measured)}"
+    return chosen(text, f"{op.name} {case.name} {write_case(op, case)} {write_case(op, measured)}")
+
+
+def chosen(text: str, name: str) -> bool:
+    """Whether `name` holds `text`, or one of several texts between bars: "4096x768|residual"."""
+    return any(part in name for part in text.split("|"))
 
 
 def shrunk(op: Op, case: Case, elements: int) -> Case:

@@ -11,7 +11,7 @@ from bakeoff.apps.bench import contests, decode, launch, memory_text, nested, re
 from bakeoff.apps.bench.memory_forms import FORMS
 from bakeoff.apps.bench.regret import SelectionRow
 from bakeoff.apps.bench.results import ResultsError
-from bakeoff.apps.bench.suites import Cell, cells
+from bakeoff.apps.bench.suites import Cell, cells, chosen
 from bakeoff.apps.cli.terminal import console, declared, print_plain, working
 from bakeoff.apps.render import explained, selection_table, variants_table
 from bakeoff.apps.tabular import named_values, terminal_table
@@ -167,7 +167,7 @@ def _run_decode(device: str, out: Path | None, text: str, resume: bool) -> None:
 def _run_memories(
     suite: str, device: str, out: Path | None, text: str, resume: bool, data: str | None, seeds: int
 ) -> None:
-    forms = [form for form in FORMS if text in form]
+    forms = [form for form in FORMS if chosen(text, form)]
     if not forms:
         raise ResultsError(f"no form's name contains {text!r}; the forms are {', '.join(FORMS)}")
     out = out or Path("results", results.slug(device), f"{suite}.csv")

@@ -35,7 +35,7 @@ __all__ = ["bench", "compare"]
     "text",
     default="",
     help="Only cases whose name or shapes (in --suite decode, recall and text: models whose name) "
-    "contain this text.",
+    "contain this text, or one of several: 'A|B'.",
 )
 @options.budget(
     "Seconds measured per contest; verification comes on top. [default: 2; in --suite step 60, for all "
