@@ -20,7 +20,7 @@ from bakeoff.select.choose import hot
 from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.draw import inputs
 from bakeoff.select.contests.exact import exact_results
-from bakeoff.select.contests.lists import fenced_list, rows_of, same_memory, shapes
+from bakeoff.select.contests.lists import drawn_list, fenced_list, rows_of, same_memory, shapes
 from bakeoff.select.contests.measure import work
 from bakeoff.select.contests.wire import decode_dtype, encode_dtype
 from bakeoff.select.declare.arguments import FLOATING, Arguments, Number, Tensors
@@ -303,11 +303,12 @@ def test_calls_are_told_apart_by_everything_selection_may_ask() -> None:
     def kind(xs: list[Tensor]) -> Any:
         return hot.fingerprint(made, [TensorList.of(xs), TensorList.of(xs), 0.5])
 
-    plain = tensors(4, 4)
-    assert kind(plain) == kind(tensors(4, 4)) == kind(tensors(3, 5))
+    plain = tensors(2, 6)
+    assert kind(plain) == kind(tensors(2, 6)) == kind(tensors(3, 5))
     others = [
-        tensors(4),
-        tensors(4, 5),
+        tensors(4, 4),
+        tensors(8),
+        tensors(3, 6),
         [x.double() for x in plain],
         [torch.ones(2, 2), torch.ones(2, 2).t()[:, :1].expand(2, 2)],
         [x.to("meta") for x in plain],
@@ -324,6 +325,13 @@ def test_keys_notation_and_the_worker_know_lists() -> None:
     parts = split_key(text)
     assert parts is not None
     assert read_case(made, parts[1], "cpu").xs == ListMeta(160, 134_217_728, torch.float32)
+    alike = ListMeta(12, 12 * 30, torch.bfloat16, shape=(5, 6))
+    assert TensorList.of([torch.ones(5, 6).bfloat16()] * 12).meta == alike
+    assert TensorList.of([torch.ones(5, 6), torch.ones(6, 5)]).meta.shape is None
+    given = write_case(made, case().replace(xs=alike, gs=alike))
+    assert given.startswith("xs=bf16[12 tensors of 5x6] gs=bf16[12 tensors of 5x6]")
+    assert read_case(made, re.split(" (?=gs)", given)[:1] + ["gs=bf16[12 tensors of 5x6]"], "cpu").xs == alike
+    assert [t.shape for t in drawn_list(torch.ones(360), alike)] == [(5, 6)] * 12
     strided = case().replace(xs=ListMeta(5, 3001, torch.float32, contiguous=False))
     assert "xs=fp32[5 tensors, 3001]:strided" in write_case(made, strided)
     sent = msgspec.json.decode(

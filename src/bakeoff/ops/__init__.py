@@ -9,6 +9,7 @@ from bakeoff.ops.long_conv import long_conv as long_conv
 from bakeoff.ops.memory_scan import memory_scan as memory_scan
 from bakeoff.ops.memory_update import memory_update as memory_update
 from bakeoff.ops.memory_update import memory_update_ as memory_update_
+from bakeoff.ops.muon import muon_ as muon_
 from bakeoff.ops.norm_linear import norm_linear as norm_linear
 from bakeoff.ops.pole_scan import pole_scan as pole_scan
 from bakeoff.ops.rms_norm import rms_norm as rms_norm

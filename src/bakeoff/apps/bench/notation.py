@@ -2,11 +2,12 @@
 
 A prime marks a tensor whose gradient is needed; ``:strided`` and ``:other`` after the shape are the layout
 classes of `bakeoff.select.declare.key`. ``grads=fp32[148 tensors, 124000000]`` is a list of tensors with so
-many elements together.
+many elements together, ``grads=fp32[12 tensors of 768x2048]`` one of tensors of that shape.
 """
 
 import ast
 import inspect
+import math
 import re
 
 import torch
@@ -20,7 +21,10 @@ __all__ = ["NotationError", "read_case", "split_key", "write_case"]
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _LONG = {short: name for name, short in _SHORT.items()}
 _TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,\s*]*)\](?::(?P<layout>\w+))?(?P<grad>'?)")
-_LIST = re.compile(r"(?P<dtype>\w+)\[(?P<count>\d+) tensors, ?(?P<numel>\d+)\](?P<strided>:strided)?")
+_LIST = re.compile(
+    r"(?P<dtype>\w+)\[(?P<count>\d+) tensors(, ?(?P<numel>\d+)| of (?P<shape>\d+(x\d+)*))\]"
+    r"(?P<strided>:strided)?"
+)
 _UNREADABLE = re.compile(r"\w+\[(?![\d,\s*]*\])")  # begins like a tensor, but isn't one
 _KEY = re.compile(rf"(?P<op>\w+)\((?P<arguments>.*)\) (?P<device>\w+) (?P<regime>{'|'.join(REGIMES)})")
 _ANY_ROWS = 1024  # stands for the * of a compiled region's key
@@ -86,8 +90,10 @@ def _value(
 ) -> TensorMeta | ListMeta | int | float | bool | str | None:
     listed = _LIST.fullmatch(text)
     if listed is not None:
-        contiguous = not listed["strided"]
-        return ListMeta(int(listed["count"]), int(listed["numel"]), _dtype(name, listed["dtype"]), contiguous)
+        count, contiguous = int(listed["count"]), not listed["strided"]
+        shape = tuple(map(int, listed["shape"].split("x"))) if listed["shape"] else None
+        numel = int(listed["numel"]) if shape is None else count * math.prod(shape)
+        return ListMeta(count, numel, _dtype(name, listed["dtype"]), contiguous, shape)
     match = _TENSOR.fullmatch(text)
     if match is None and _UNREADABLE.match(text):
         raise NotationError(f"'{name}={text}' can't be read: write a tensor as {name}=bf16[8,40]")

@@ -1,5 +1,6 @@
 """What is measured: an op's grid on this device, in both directions."""
 
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -81,8 +82,12 @@ def shrunk(op: Op, case: Case, elements: int) -> Case:
 
 
 def _cut_list(meta: ListMeta, bound: int) -> ListMeta:
-    """At most `bound` tensors, of as many elements each as before, until they are fewer than that."""
+    """At most `bound` tensors, of as many elements each as before, until they are fewer than that; of a
+    common shape, all of whose sizes are at most `bound`."""
     count = min(meta.count, bound)
+    if meta.shape is not None:
+        shape = tuple(min(size, bound) for size in meta.shape)
+        return ListMeta(count, count * math.prod(shape), meta.dtype, meta.contiguous, shape)
     numel = min(meta.numel * count // meta.count, count * bound)
     return ListMeta(count, numel, meta.dtype, meta.contiguous)
 

@@ -47,7 +47,8 @@ def _shape(size: int) -> tuple[int, ...]:
 def drawn_list(flat: Tensor, meta: ListMeta) -> list[Tensor]:
     """Tensors of memory of their own that hold the elements of `flat`, one after the other."""
     tensors, start = [], 0
-    for shape in shapes(meta.count, meta.numel):
+    common = None if meta.shape is None else [meta.shape] * meta.count
+    for shape in common or shapes(meta.count, meta.numel):
         size = torch.Size(shape).numel()
         stride = TensorMeta.dense(shape, meta.dtype).stride
         if not meta.contiguous and len(shape) == 2:

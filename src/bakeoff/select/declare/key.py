@@ -64,14 +64,16 @@ def rows_rounded(case: Case) -> Case:
 
 
 def list_text(meta: ListMeta) -> str:
-    """A list of tensors as keys write it, with the elements of all: ``fp32[148 tensors, 124000000]``."""
+    """A list of tensors as keys write it, with the elements of all: ``fp32[148 tensors, 124000000]``; or with
+    the shape that they have in common: ``fp32[12 tensors of 768x2048]``."""
     dtype = str(meta.dtype).removeprefix("torch.")
     strided = "" if meta.contiguous else ":strided"
-    return f"{_SHORT.get(dtype, dtype)}[{meta.count} tensors, {meta.numel}]{strided}"
+    sizes = f", {meta.numel}" if meta.shape is None else f" of {'x'.join(map(str, meta.shape))}"
+    return f"{_SHORT.get(dtype, dtype)}[{meta.count} tensors{sizes}]{strided}"
 
 
 def round_list(meta: ListMeta) -> ListMeta:
-    """The number of tensors and their elements rounded up, every tensor contiguous."""
+    """The number of tensors and their elements rounded up, every tensor contiguous and of any shape."""
     return ListMeta(round_rows(meta.count), round_rows(meta.numel), meta.dtype)
 
 

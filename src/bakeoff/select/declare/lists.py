@@ -32,6 +32,8 @@ class ListMeta(msgspec.Struct, frozen=True, tag="list"):
     dtype: torch.dtype
     contiguous: bool = True
     """Whether every tensor is contiguous."""
+    shape: tuple[int, ...] | None = None
+    """The shape of every tensor, where they have one in common and are no scalars."""
 
     @property
     def nbytes(self) -> int:
@@ -76,7 +78,11 @@ class TensorList(list[Tensor]):
             _check(t, made[0], f"{label}[{i}]")
         made.device, made.sizes = made[0].device, tuple([t.numel() for t in made])
         contiguous = all(t.is_contiguous() for t in made)
-        made.meta = ListMeta(len(made), sum(made.sizes), made[0].dtype, contiguous)
+        shape = tuple(made[0].shape)
+        common = len(set(made.sizes)) == 1 and all(t.shape == shape for t in made)
+        made.meta = ListMeta(
+            len(made), sum(made.sizes), made[0].dtype, contiguous, shape if shape and common else None
+        )
         made.addresses = _addresses(made)
         wants_grad = any(t.requires_grad for t in made)
         made.kind = (made.meta, made.device, wants_grad, frozenset(set(map(type, made)) - _PLAIN))
@@ -90,7 +96,10 @@ class TensorList(list[Tensor]):
         made = cls([t for each in lists for t in each])
         metas = [each.meta for each in lists]
         contiguous = all(meta.contiguous for meta in metas)
-        made.meta = ListMeta(len(made), sum(meta.numel for meta in metas), metas[0].dtype, contiguous)
+        shape = metas[0].shape if len({meta.shape for meta in metas}) == 1 else None
+        made.meta = ListMeta(
+            len(made), sum(meta.numel for meta in metas), metas[0].dtype, contiguous, shape
+        )
         made.device = lists[0].device
         made.sizes = tuple([size for each in lists for size in each.sizes])
         made.addresses = [address for each in lists for address in each.addresses]
