@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bakeoff.models import llm_med
+from bakeoff.ops.muon.plain import orthogonalised
 from bakeoff.optim import AdamW, DeepNestedOptimizer, nested_groups
-from bakeoff.optim.muon import orthogonalised
 
 QUICK = {"wait": 0, "margin": 0.0}
 

@@ -233,8 +233,8 @@ class AdamW(Optimizer):
     def _update(self, steps: list[tuple[ParamGroup, Lists, Hyper]], loss: Any) -> None:
         """Takes the step of every list as told; `loss` is what the closure returned."""
         del loss
-        for _, (lists, overlapping), how in steps:
-            take_step(lists, how, self.impl, overlapping=overlapping)
+        for _, lists, how in steps:
+            take_step(lists.group, how, self.impl, overlapping=lists.overlapping)
 
     def _judge(self, grads: list[Any], scale: Tensor | None, found_inf: Tensor | None) -> Guard | None:
         """The norm of all gradients and what follows from it, where anything does."""

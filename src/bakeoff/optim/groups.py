@@ -1,6 +1,6 @@
 """Parameter groups, and the lists of tensors that a step works on, kept from step to step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -20,6 +20,8 @@ class Lists(NamedTuple):
 
     group: Group
     overlapping: bool
+    owners: Sequence[Tensor] = ()
+    """Muon's parameters, where `group` may hold shards of them."""
 
 
 class Part:

@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bakeoff.ops.adamw.group import Group, Hyper, factor_of
-from bakeoff.ops.adamw.update import overlap, take_step
-from bakeoff.optim.adamw import AdamW
+from bakeoff.ops.adamw.group import Hyper, factor_of
+from bakeoff.ops.adamw.update import take_step
 from bakeoff.optim.controller import NestedController
 from bakeoff.optim.groups import Lists, ParamGroup
-from bakeoff.optim.muon import muon_step
+from bakeoff.optim.muon import Muon
 from bakeoff.select import TensorList
 
 __all__ = ["DeepNestedOptimizer", "nested_groups"]
@@ -51,7 +50,7 @@ def nested_groups(model: nn.Module, weight_decay: float = 1e-2) -> list[dict[str
     ]
 
 
-class DeepNestedOptimizer(AdamW):
+class DeepNestedOptimizer(Muon):
     """`bakeoff.optim.AdamW` with a learned multiplier, a period, and a choice of rule for each group.
 
     - The multiplier of a group's learning rate comes from a `NestedController`, which learns from every step.
@@ -95,7 +94,7 @@ class DeepNestedOptimizer(AdamW):
         tensor(1.)
     """
 
-    _kept = (*AdamW._kept, "controller", "loss", "_settings", "_more")
+    _kept = (*Muon._kept, "controller", "loss", "_settings")
 
     def __init__(
         self,
@@ -117,10 +116,11 @@ class DeepNestedOptimizer(AdamW):
         self.controller: NestedController | None = None
         self.loss: Tensor | None = None
         self._settings: dict[str, Any] | None = None
-        self._more = {"period": period, "muon": muon}
+        self._more = {"period": period}
         super().__init__(
-            params, base_lr, betas, eps, weight_decay, maximize=maximize, max_grad_norm=max_grad_norm,
-            skip_nonfinite=skip_nonfinite, master_weights=master_weights, impl=impl,
+            params, base_lr, betas[0], weight_decay=weight_decay, muon=muon, betas=betas, eps=eps,
+            maximize=maximize, max_grad_norm=max_grad_norm, skip_nonfinite=skip_nonfinite,
+            master_weights=master_weights, impl=impl,
         )  # fmt: skip
         if controller is not False:
             self._settings = dict(controller) if isinstance(controller, Mapping) else {}
@@ -151,7 +151,7 @@ class DeepNestedOptimizer(AdamW):
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
-        period, muon = group["period"], group["muon"]
+        period = group["period"]
         if not isinstance(period, int) or isinstance(period, bool) or period < 1:
             raise ValueError(f"DeepNestedOptimizer: period must be an int of at least 1, got {period!r}")
         if period > 1 and not self._step_supports_amp_scaling:
@@ -159,19 +159,6 @@ class DeepNestedOptimizer(AdamW):
                 f"DeepNestedOptimizer: {self.impl} can't wait for the end of a period on the device; leave "
                 f"impl None"
             )
-        if not muon:
-            return
-        if self.master_weights is not None:
-            raise ValueError(
-                "DeepNestedOptimizer: muon keeps no wider weights; leave master_weights None, or hold the "
-                "parameters in float32"
-            )
-        for i, p in enumerate(group["params"]):
-            if p.ndim != 2:
-                raise ValueError(
-                    f"DeepNestedOptimizer: muon takes matrices, and parameter {i} of the group has shape "
-                    f"{tuple(p.shape)}; put it into a group without muon"
-                )
 
     def _lists(self, group: ParamGroup) -> list[Lists]:
         params = group["params"]
@@ -185,36 +172,15 @@ class DeepNestedOptimizer(AdamW):
         for p in absent:
             p.grad = torch.zeros_like(p)
         try:
-            return self._matrices(params) if group["muon"] else super()._lists(group)
+            return super()._lists(group)
         finally:
             for p in absent:
                 p.grad = None
 
-    def _matrices(self, params: list[Tensor]) -> list[Lists]:
-        """Muon's parameters that have gradients, and their momentum, by dtypes."""
-        kinds: dict[Any, list[Tensor]] = {}
-        for p in params:
-            if p.grad is None:
-                continue
-            if p.grad.layout is not torch.strided:
-                raise RuntimeError("DeepNestedOptimizer: muon takes no sparse gradients; make them dense")
-            kinds.setdefault((p.device, p.dtype, p.grad.dtype), []).append(p)
-            if not self.state[p]:
-                wide = torch.promote_types(p.dtype, torch.float32)
-                self.state[p]["momentum"] = torch.zeros_like(p, dtype=wide)
-                if self.controller is not None:
-                    self.state[p]["direction"] = torch.zeros_like(p, dtype=torch.bfloat16)
-        return [
-            Lists(
-                Group(
-                    TensorList.of(members, "DeepNestedOptimizer: params"),
-                    TensorList.of([p.grad for p in members], "DeepNestedOptimizer: grads"),  # type: ignore[misc]
-                    [self.state[p]["momentum"] for p in members], [], [],
-                ),
-                overlap(members),
-            )
-            for members in kinds.values()
-        ]  # fmt: skip
+    def _start_matrix(self, p: Tensor) -> None:
+        super()._start_matrix(p)
+        if self.controller is not None:
+            self.state[p]["direction"] = torch.zeros_like(p, dtype=torch.bfloat16)
 
     def _update(self, steps: list[tuple[ParamGroup, Lists, Hyper]], loss: Any) -> None:
         controller, index = self.controller, {id(group): i for i, group in enumerate(self.param_groups)}
@@ -232,7 +198,7 @@ class DeepNestedOptimizer(AdamW):
             if controller is not None:
                 how = how._replace(lr_mult=controller.multipliers[index[id(group)]], sums=sums[row])
             if group["muon"]:
-                self._step_matrices(lists, how)
+                self._step_matrices(group, lists, how)
             else:
                 take_step(lists.group, how, self.impl, overlapping=lists.overlapping)
         if controller is not None:
@@ -287,12 +253,6 @@ class DeepNestedOptimizer(AdamW):
         how = how._replace(clip_coef=None, grad_scale=mean, found_inf=(~ends).float())
         return lists._replace(group=lists.group._replace(grads=TensorList.of(gathered))), how
 
-    def _step_matrices(self, lists: Lists, how: Hyper) -> None:
-        group = lists.group
-        states = [self.state[p] for p in group.params]
-        directions = [state["direction"] for state in states] if self.controller is not None else None
-        muon_step(group.params, group.grads, group.exp_avg, directions, how)
-
     def buffers(self) -> dict[str, Tensor]:
         """What is kept beside the states of parameters, by name: the controller's tensors, and how many
         gradients slow groups have gathered."""
@@ -319,16 +279,9 @@ class DeepNestedOptimizer(AdamW):
             ValueError, TypeError: as AdamW's, or another number of groups under the controller; then nothing
                 has changed.
         """
-        kept = [{key: group[key] for key in self._more} for group in self.param_groups]
-        groups = state_dict["param_groups"]
-        if len(groups) == len(kept):
-            groups = [{**own, **given} for own, given in zip(kept, groups, strict=True)]
         learned = state_dict.get("controller")
         if self.controller is not None and learned is not None:
             self.controller.check_state(learned)
-        super().load_state_dict({**state_dict, "param_groups": groups})
+        super().load_state_dict(state_dict)
         if self.controller is not None and learned is not None:
             self.controller.load_state_dict(learned)
-
-    def _needed(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("momentum",) if group["muon"] else super()._needed(group)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bakeoff.optim.muon import orthogonalised
+from bakeoff.ops.muon.plain import orthogonalised
 
 __all__ = ["large_chunk", "products"]
 

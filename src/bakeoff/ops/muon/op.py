@@ -64,7 +64,8 @@ def check_settings(lr: Any, momentum_decay: float, weight_decay: float, steps: i
     """Raises ValueError for a setting outside its range; a tensor `lr` is not read."""
     lr = 0.0 if isinstance(lr, Tensor | TensorMeta) else lr
     for name, value, top in (
-        ("lr", lr, math.inf), ("momentum_decay", momentum_decay, 1.0), ("weight_decay", weight_decay, math.inf),
+        ("lr", lr, math.inf), ("momentum_decay", momentum_decay, 1.0),
+        ("weight_decay", weight_decay, math.inf),
     ):  # fmt: skip
         if not isinstance(value, int | float) or not 0.0 <= value < top:
             raise ValueError(f"muon_: {name} must be in [0, {'inf' if top > 1 else 1}), got {value!r}")

@@ -1,4 +1,4 @@
-"""The candidates made of PyTorch's own parts: matrices of one shape as one batch. None waits for the device."""
+"""The candidates made of PyTorch's own parts: matrices of one shape as one batch."""
 
 import types
 from collections.abc import Callable
@@ -104,9 +104,7 @@ def _step(
     size = size_of(params[0].shape, how.scale)
     if how.sums is not None:
         before = [torch.zeros_like(u[0])] * len(params) if direction is None else direction
-        found = [
-            sums_of(g[k], before[k].to(wide), p.to(wide), u[k] * size) for k, p in enumerate(params)
-        ]
+        found = [sums_of(g[k], before[k].to(wide), p.to(wide), u[k] * size) for k, p in enumerate(params)]
         total = torch.stack(found).sum(0)
         how.sums.copy_(total if skip is None else torch.where(skip, 0.0, total))
     for k, p in enumerate(params):

@@ -97,9 +97,7 @@ class TensorList(list[Tensor]):
         metas = [each.meta for each in lists]
         contiguous = all(meta.contiguous for meta in metas)
         shape = metas[0].shape if len({meta.shape for meta in metas}) == 1 else None
-        made.meta = ListMeta(
-            len(made), sum(meta.numel for meta in metas), metas[0].dtype, contiguous, shape
-        )
+        made.meta = ListMeta(len(made), sum(meta.numel for meta in metas), metas[0].dtype, contiguous, shape)
         made.device = lists[0].device
         made.sizes = tuple([size for each in lists for size in each.sizes])
         made.addresses = [address for each in lists for address in each.addresses]
