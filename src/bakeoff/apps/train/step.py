@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -16,11 +17,14 @@ from bakeoff.models.byte_spectral import ByteSpectralLM
 from bakeoff.models.llm_med import LLMMed
 from bakeoff.models.longnet import LongNetLM
 from bakeoff.models.titan_mac import TitanMAC
-from bakeoff.optim import AdamW, DeepNestedOptimizer, nested_groups
+from bakeoff.optim import AdamW, DeepNestedOptimizer, Muon, muon_groups, nested_groups
 from bakeoff.parallel import ALONE, World, groups_of, replicas, sharded, total_norm
 from bakeoff.select.choose.policy import untuned
 
-__all__ = ["Stepper", "adamw", "learning_rate", "optimizer", "uses_bf16"]
+__all__ = ["Stepper", "adamw", "learning_rate", "muon", "optimizer", "uses_bf16"]
+
+_RATE = "share_of_lr"
+"""Key of a group whose rate is another than the schedule's: its multiple of that."""
 
 
 def uses_bf16(config: Config, device: torch.device) -> bool:
@@ -58,10 +62,32 @@ def adamw(model: nn.Module, optim: Optim, device: torch.device, *, shards: bool 
     )
 
 
-def optimizer(model: nn.Module, optim: Optim, device: torch.device, *, shards: bool = False) -> AdamW:
-    """The optimizer that the configuration names."""
+def muon(model: nn.Module, optim: Optim, device: torch.device, *, shards: bool, share: bool) -> Muon:
+    """Muon for matrices, AdamW for the rest, with rates in the proportion of `muon_lr` to `lr`; clips and
+    skips as `adamw`."""
+    groups = muon_groups(model, optim.weight_decay)
+    for group in groups:
+        rate = optim.muon_lr if group["muon"] and optim.muon_lr else optim.lr
+        group["lr"] = torch.tensor(rate, device=device) if device.type == "cuda" else rate
+        group[_RATE] = rate / optim.lr
+    return Muon(
+        groups,
+        momentum=optim.momentum,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        max_grad_norm=None if shards else optim.clip or math.inf,
+        skip_nonfinite=not shards,
+        process_group=dist.group.WORLD if share else None,
+    )
+
+
+def optimizer(model: nn.Module, optim: Optim, device: torch.device, mode: str = "none") -> AdamW:
+    """The optimizer that the configuration names; `mode` says how ranks share the work."""
+    shards = mode == "fsdp"
     if optim.name == "adamw":
         return adamw(model, optim, device, shards=shards)
+    if optim.name == "muon":
+        return muon(model, optim, device, shards=shards, share=optim.share and mode == "ddp")
     groups = nested_groups(model, optim.weight_decay)
     for group in groups:
         group["muon"] = optim.muon and group["name"] == "core"
@@ -95,7 +121,7 @@ class Stepper:
         self.module = _spread(model, config, device, world, mode)
         """What a training pass calls: the model, or the model spread over ranks."""
         self.bf16 = uses_bf16(config, device)
-        self.optimizer = optimizer(model, config.optim, device, shards=mode == "fsdp")
+        self.optimizer = optimizer(model, config.optim, device, mode)
         # Sums of loss and gradient norm since the last log point, steps skipped since then, in all, in a row.
         self.window = torch.zeros(5, dtype=torch.float64, device=device)
         self.captured: CapturedStep[[Tensor], None] | None = None
@@ -128,10 +154,11 @@ class Stepper:
     def __call__(self, rows: Tensor, lr: float) -> None:
         """A step on this rank's `rows` [B, T + 1] uint8 at rate `lr`."""
         for group in self.optimizer.param_groups:
+            rate = lr * group.get(_RATE, 1.0)
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
+                group["lr"].fill_(rate)
             else:
-                group["lr"] = lr
+                group["lr"] = rate
         if self.captured is None:
             self._step(rows)
             return

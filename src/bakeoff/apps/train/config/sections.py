@@ -64,10 +64,17 @@ class Data(Section, frozen=True):
 class Optim(Section, frozen=True):
     """[optim] the optimizer, with linear warm-up and cosine decay."""
 
-    name: Literal["adamw", "deep-nested"] = "adamw"
-    """"deep-nested": AdamW with learned multipliers of each group's rate."""
+    name: Literal["adamw", "muon", "deep-nested"] = "adamw"
+    """"muon": weights of linear layers by Muon, all else by AdamW. "deep-nested": AdamW with learned
+    multipliers of each group's rate."""
     muon: bool = False
     """With deep-nested: step matrices other than embeddings by Muon."""
+    muon_lr: Annotated[float, Meta(ge=0)] = 0.0
+    """With name="muon": the rate of its matrices; 0 means `lr`, as updates are about as large as AdamW's."""
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    """Of Muon, with name="muon"."""
+    share: bool = False
+    """With name="muon" and parallel.mode="ddp": each rank orthogonalises some of the matrices, for all."""
     lr: Annotated[float, Meta(gt=0)] = 1e-3
     min_lr: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Share of `lr` left at the end."""
@@ -85,6 +92,8 @@ class Optim(Section, frozen=True):
         super().__post_init__()
         if self.muon and self.name != "deep-nested":
             raise ValueError('muon=true belongs to name="deep-nested": set that, too')
+        if (self.muon_lr or self.share) and self.name != "muon":
+            raise ValueError('muon_lr and share belong to name="muon": set that, too')
 
 
 class Train(Section, frozen=True):
