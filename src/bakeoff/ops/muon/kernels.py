@@ -54,10 +54,10 @@ def _momentum(
     g = tl.load(g_at + at, mask=inside, other=0.0).to(tl.float32) * factor
     g = tl.where(inside, g, 0.0)  # a factor that is not finite makes NaN of a zero
     m = tl.load(m_at + at, mask=inside, other=0.0).to(tl.float32) * decay + g
-    write = inside
+    last = R
     if found_inf is not None:
-        write = inside & (tl.load(found_inf).to(tl.float32) == 0.0)
-    tl.store(m_at + at, m.to(STATE), mask=write)
+        last = tl.where(tl.load(found_inf).to(tl.float32) == 0.0, R, 0)
+    tl.store(m_at + at, m.to(STATE), mask=inside & (r[:, None] < last))
     if NESTEROV:
         m = g + m * decay
     tl.store(partial + b * MT * KT + tl.program_id(0), tl.sum(tl.sum(m * m, axis=1), axis=0))
@@ -165,6 +165,8 @@ def _move(
     in float32. Skipping leaves nothing to write."""
     b = tl.program_id(1).to(tl.int64)
     C = C * UNITS
+    if found_inf is not None:
+        R = tl.where(tl.load(found_inf).to(tl.float32) == 0.0, R, 0)
     r, c, inside = _place(R, C, TALL, MT, KT, BLOCK)
     p_at = tl.load(table + N + b).to(tl.pointer_type(PARAM))
     if UNITS > 1:
@@ -174,8 +176,6 @@ def _move(
         rate = tl.load(lr_at).to(tl.float64)
     if lr_mult is not None:
         rate *= tl.load(lr_mult).to(tl.float64)
-    if found_inf is not None:
-        inside = inside & (tl.load(found_inf).to(tl.float32) == 0.0)
     x += b * MT * KT * BLOCK * BLOCK
     if TALL:
         u = tl.trans(tl.load(x + c.to(tl.int64)[:, None] * (KT * BLOCK) + r[None, :]))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bakeoff.kernels.counter import launches
-from bakeoff.ops.muon import plain
+from bakeoff.ops.muon import peers, plain
 from bakeoff.ops.muon.reference import muon as reference
 from bakeoff.ops.muon.settings import SCALES
 from bakeoff.select import Candidate, Case, Cost, Implementation, ListMeta, Op, TensorMeta, register
@@ -193,6 +193,14 @@ OP = Op(
         Candidate("eager", plain.eager, has_backward=False, traceable=False),
         Candidate(
             "compiled", plain.compiled, supports=compiled_supports, has_backward=False, traceable=False
+        ),
+        Candidate(
+            "torch",
+            peers.torch_muon,
+            supports=peers.torch_supports,
+            has_backward=False,
+            traceable=False,
+            baseline=True,
         ),
         Candidate(
             "triton",
