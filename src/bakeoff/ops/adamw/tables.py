@@ -24,7 +24,7 @@ _UPLOADS = 64  # and as many times what a table takes: a graph of that many call
 _MOST_TABLES = 256
 
 _UNPREPARED = (
-    "adamw_: nothing is prepared for this CUDA graph; take one step with the same tensors outside capture "
+    "nothing is prepared for this CUDA graph; take one step with the same tensors outside capture "
     "first, and between captures of many steps"
 )
 
