@@ -1,5 +1,7 @@
 """Cases cut down to sizes that a CPU, or a checker of memory accesses, does at once."""
 
+import math
+
 from bakeoff.select import Case, ListMeta, Op, TensorMeta
 
 __all__ = ["cut"]
@@ -7,7 +9,8 @@ __all__ = ["cut"]
 
 def cut(op: Op, case: Case, most: int, device: str, *, outer: int | None = None, lists: int = 16) -> Case:
     """The case on `device` with at most `most` of everything that counts rows; of all but a tensor's last
-    such dimension at most `outer`, where given. Tensors of a list have at most `lists` elements on average.
+    such dimension at most `outer`, where given. Tensors of a list have at most `lists` elements on average,
+    or at most `most` on each side where they have a shape in common.
     """
     args = dict(case.args)
     for name, meta in case.tensors.items():
@@ -17,6 +20,10 @@ def cut(op: Op, case: Case, most: int, device: str, *, outer: int | None = None,
         args[name] = TensorMeta.dense((*shape, *meta.shape[rows:]), meta.dtype, grad=meta.requires_grad)
     for name, listed in case.lists.items():
         count = min(listed.count, 16)
+        if listed.shape is not None:
+            sides = tuple(min(size, most) for size in listed.shape)
+            args[name] = ListMeta(count, count * math.prod(sides), listed.dtype, shape=sides)
+            continue
         each = min(-(-listed.numel // listed.count), lists)
         args[name] = ListMeta(count, count * each, listed.dtype)
     smaller = Case(args, device, case.name)

@@ -88,6 +88,23 @@ def test_losses_are_those_of_one_rank(ranks: Ranks, base: Path, world: int, mode
         torch.testing.assert_close(ends[1].weights[name], tensor, rtol=1e-3, atol=2e-4)
 
 
+def trained_with_muon(rank: int, base: Path) -> None:
+    trained(rank, base, "ddp", "optim.name=muon", "parallel.mode=ddp", "optim.share=true")
+    trained(rank, base, "fsdp", "optim.name=muon", "parallel.mode=fsdp", "train.steps=5")
+    trained(rank, base, "fsdp", "optim.name=muon", "parallel.mode=fsdp")
+
+
+def test_losses_with_muon_are_those_of_one_rank(ranks: Ranks, base: Path) -> None:
+    """Ranks share the work, of replicas and of shards, and a run of shards goes on where it stopped."""
+    run(base, "alone", "optim.name=muon")
+    ranks(2, trained_with_muon, base)
+    alone, ddp, fsdp = (curve(base, name) for name in ("alone", "ddp", "fsdp"))
+    assert alone["loss"][-1] < alone["loss"][0] - 1
+    assert_same(alone, ddp)
+    del alone["held_out"], fsdp["held_out"]  # a part of a run ends with a measurement
+    assert_same(alone, fsdp)
+
+
 def trained_in_parts(rank: int, base: Path) -> None:
     trained(rank, base, "ddp", "parallel.cp=2")
     trained(rank, base, "fsdp", "parallel.cp=2", "parallel.mode=fsdp", "train.steps=4")

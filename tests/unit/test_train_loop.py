@@ -398,6 +398,24 @@ def test_a_stopped_deep_nested_run_goes_on_bit_for_bit(
         resolve(base, None, ["optim.name=adamw", "optim.muon=true"])
 
 
+def test_a_stopped_run_with_muon_goes_on_bit_for_bit(
+    base: Config, stop_after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = resolve(base, None, ["optim.name=muon", "optim.muon_lr=0.01"])
+    whole = resolve(base, None, [f"train.run_dir={tmp_path / 'whole'}"])
+    train(whole, console=QUIET)
+    stop_after(5, signal.SIGTERM)
+    assert train(base, console=QUIET).steps == 5
+    monkeypatch.undo()
+    torch.manual_seed(999)
+    assert train(base, console=QUIET).steps == 12
+    assert curve(base) == curve(whole)
+    ends = [latest(config.train.run_dir) for config in (base, whole)]
+    moments = [load_file(next((end.folder / "moments").glob("*.safetensors"))) for end in ends]
+    assert all(torch.equal(tensor, moments[1][name]) for name, tensor in moments[0].items())
+    assert {"blocks.0.mlp.down.weight/momentum", "embed.weight/exp_avg"} <= set(moments[0])
+
+
 def test_resuming_refuses_what_does_not_fit(
     base: Config, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
