@@ -99,7 +99,7 @@ def test_losses_with_muon_are_those_of_one_rank(ranks: Ranks, base: Path) -> Non
     run(base, "alone", "optim.name=muon")
     ranks(2, trained_with_muon, base)
     alone, ddp, fsdp = (curve(base, name) for name in ("alone", "ddp", "fsdp"))
-    assert alone["loss"][-1] < alone["loss"][0] - 1
+    assert alone["loss"][-1] < alone["loss"][0] - 0.5
     assert_same(alone, ddp)
     del alone["held_out"], fsdp["held_out"]  # a part of a run ends with a measurement
     assert_same(alone, fsdp)

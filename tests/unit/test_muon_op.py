@@ -18,7 +18,10 @@ from bakeoff.ops.muon.reference import orthogonalised as reference
 from bakeoff.ops.muon.settings import arguments, size_of
 from bakeoff.select import Candidate
 from bakeoff.select.contests.contest import contest
+from bakeoff.select.contests.draw import inputs
 from bakeoff.select.contests.verify import Rejected, verify, yardsticks
+from bakeoff.select.declare.key import key
+from tests.cut import cut
 
 SHAPES = [(24, 40), (40, 24), (7, 100), (16, 16), (1, 9), (9, 1)]
 HOW: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
@@ -326,6 +329,22 @@ def test_rounding_otherwise_passes(sticks: Any) -> None:
 def test_what_is_wrong_does_not(change: str, sticks: Any) -> None:
     with pytest.raises(Rejected, match="new params is wrong"):
         verify(sticks[0], as_candidate(change), sticks[1])
+
+
+def test_the_grid_is_one_of_different_keys_that_eager_computes() -> None:
+    """In float64, at sizes a CPU does at once, eager and the definition agree to rounding."""
+    keys = [key(OP, OP.bucket(case), "graph") for case in OP.cases()]
+    assert len(set(keys)) == len(keys)
+    assert "params=fp32[12 tensors of 2304x768]" in keys[0]
+    for case in OP.cases():
+        assert OP.bucket(OP.bucket(case)) == OP.bucket(case)
+        assert OP.heuristic(case, "graph") == ("eager" if case.sums is not None else "triton")
+        drawn = inputs(OP, cut(OP, case, 16, "cpu"), 0)
+        args = [[t.double() for t in a] if isinstance(a, list) else a for a in drawn]
+        exact = OP.reference(*args)
+        plain.eager(*args)
+        for place, new in zip((0, 2), exact, strict=False):
+            torch.testing.assert_close(args[place], new, rtol=1e-9, atol=1e-9)
 
 
 def test_cost_counts_half_of_symmetric_products() -> None:

@@ -13,7 +13,7 @@ from bakeoff.ops.muon.settings import Matrices, Settings
 from bakeoff.ops.muon.update import take_step as take_muon_step
 from bakeoff.optim.adamw import AdamW
 from bakeoff.optim.groups import Lists, ParamGroup
-from bakeoff.optim.sharing import Share, sharded_over, take_shared_step
+from bakeoff.optim.sharing import Share, sharded_over, split_rows, take_shared_step
 from bakeoff.select import TensorList
 
 __all__ = ["Muon"]
@@ -120,7 +120,7 @@ class Muon(AdamW):
 
     def _matrices(self, group: ParamGroup) -> list[Lists]:
         """Muon's parameters that have gradients, and their momentum, by dtypes."""
-        own, kinds = type(self).__name__, {}
+        own, kinds = type(self).__name__, dict[Any, list[Any]]()
         for p in group["params"]:
             if p.grad is None:
                 continue
@@ -170,7 +170,11 @@ class Muon(AdamW):
             take_shared_step(matrices, settings, self.muon_impl, share, group["splits"])
             return
         if group["splits"] is not None:
-            matrices = Matrices(*[None if c is None else _pieces(c, group["splits"]) for c in matrices])  # type: ignore[arg-type]
+            columns = [
+                None if column is None else [b for t in column for b in split_rows(t, group["splits"])]
+                for column in matrices
+            ]
+            matrices = Matrices(*columns)  # type: ignore[arg-type]
         take_muon_step(matrices, settings, self.muon_impl, overlapping=lists.overlapping)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -187,15 +191,6 @@ class Muon(AdamW):
 
     def _needed(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum",) if group["muon"] else super()._needed(group)
-
-
-def _pieces(tensors: Sequence[Tensor], splits: int | Sequence[int]) -> list[Tensor]:
-    """The blocks of rows that each matrix is made of."""
-    return [
-        block
-        for t in tensors
-        for block in t.split(t.shape[0] // splits if isinstance(splits, int) else list(splits))
-    ]
 
 
 def _check_splits(own: str, index: int, rows: int, splits: int | Sequence[int] | None) -> None:

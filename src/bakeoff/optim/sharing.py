@@ -17,7 +17,7 @@ from bakeoff.ops.adamw.group import factor_of, rate_of
 from bakeoff.ops.muon.settings import Matrices, Settings, size_of
 from bakeoff.ops.muon.update import take_step
 
-__all__ = ["Share", "owners", "sharded_over", "take_shared_step"]
+__all__ = ["Share", "owners", "sharded_over", "split_rows", "take_shared_step"]
 
 Split = int | Sequence[int] | None
 
@@ -71,7 +71,7 @@ def take_shared_step(
 ) -> None:
     """The step of `muon_` on what this rank holds of each matrix. All ranks must call it with the same list.
 
-    `splits`: blocks of rows that are orthogonalised each by itself, as `torch.split` takes them.
+    `splits`: the blocks of rows that are orthogonalised each by itself, as `split_rows` takes them.
     """
     params, grads, momentum, _ = matrices
     skip = None if how.found_inf is None else how.found_inf != 0
@@ -107,7 +107,7 @@ def _orthogonalised(
     if not whole:
         return {}
     moved = {i: torch.zeros_like(u) for i, u in whole.items()}
-    pieces = {i: (_split(moved[i], splits), _split(u, splits)) for i, u in whole.items()}
+    pieces = {i: (split_rows(moved[i], splits), split_rows(u, splits)) for i, u in whole.items()}
     plain = Settings(1.0, 0.0, nesterov=False, steps=how.steps, scale=how.scale)
     targets = [p for ps, _ in pieces.values() for p in ps]
     sources = [u for _, us in pieces.values() for u in us]
@@ -118,10 +118,11 @@ def _orthogonalised(
     return moved
 
 
-def _split(whole: Tensor, splits: Split) -> Sequence[Tensor]:
+def split_rows(whole: Tensor, splits: Split) -> list[Tensor]:
+    """The blocks of rows that a matrix is made of: how many equal ones, or the rows of each; None: itself."""
     if splits is None:
         return [whole]
-    return whole.split(whole.shape[0] // splits if isinstance(splits, int) else list(splits))
+    return list(whole.split(whole.shape[0] // splits if isinstance(splits, int) else list(splits)))
 
 
 def _blocks(rows: Tensor, share: Share, matrix: int, scale: str, splits: Split) -> list[tuple[Tensor, float]]:

@@ -2,12 +2,23 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["Group", "Guard", "Hyper", "factor_of", "grouped", "join", "log_beta", "rate_of", "split"]
+__all__ = [
+    "Group",
+    "Guard",
+    "Hyper",
+    "Scaled",
+    "factor_of",
+    "grouped",
+    "join",
+    "log_beta",
+    "rate_of",
+    "split",
+]
 
 
 class Group(NamedTuple):
@@ -53,13 +64,28 @@ def grouped(args: Sequence[Any]) -> tuple[Group, Hyper]:
     return Group(*args[:6]), Hyper(*args[6:])
 
 
-def rate_of(how: Hyper) -> float | Tensor:
+class Scaled(Protocol):
+    """Settings of any rule's update that say how fast it goes and how gradients are scaled; see `Hyper`."""
+
+    @property
+    def lr(self) -> float | Tensor: ...
+    @property
+    def lr_mult(self) -> Tensor | None: ...
+    @property
+    def maximize(self) -> bool: ...
+    @property
+    def clip_coef(self) -> Tensor | None: ...
+    @property
+    def grad_scale(self) -> Tensor | None: ...
+
+
+def rate_of(how: Scaled) -> float | Tensor:
     """lr * lr_mult, in float64 where it is a tensor."""
     lr = how.lr.double() if isinstance(how.lr, Tensor) else how.lr
     return lr if how.lr_mult is None else lr * how.lr_mult.double()
 
 
-def factor_of(how: Hyper) -> float | Tensor:
+def factor_of(how: Scaled) -> float | Tensor:
     """What gradients are multiplied by: the clip coefficient over the loss scale, negative to maximize."""
     factor: float | Tensor = -1.0 if how.maximize else 1.0
     if how.clip_coef is not None:

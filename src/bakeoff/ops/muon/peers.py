@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bakeoff.ops.adamw.group import factor_of, rate_of
+from bakeoff.ops.adamw.group import factor_of
 from bakeoff.ops.muon.settings import COEFFICIENTS, EPS, arguments
 from bakeoff.select import Case
 
@@ -25,10 +25,11 @@ def torch_muon(*args: Any) -> None:
     from torch.optim._muon import muon
 
     matrices, how = arguments(args)
+    assert not isinstance(how.lr, Tensor)
     larger: float | Tensor = factor_of(how) / (1.0 - how.momentum_decay)
     muon(
         list(matrices.params), list(torch._foreach_mul(matrices.grads, larger)), list(matrices.momentum),
-        lr=rate_of(how), weight_decay=how.weight_decay, momentum=how.momentum_decay, nesterov=how.nesterov,
+        lr=how.lr, weight_decay=how.weight_decay, momentum=how.momentum_decay, nesterov=how.nesterov,
         ns_coefficients=COEFFICIENTS, ns_steps=how.steps, eps=EPS, adjust_lr_fn=_SCALES[how.scale],
         has_complex=False,
     )  # fmt: skip

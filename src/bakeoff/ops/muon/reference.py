@@ -18,7 +18,7 @@ def orthogonalised(u: Tensor, steps: int = 5) -> Tensor:
     if u.shape[0] > u.shape[1]:
         return orthogonalised(u.T, steps).T
     a, b, c = COEFFICIENTS
-    x = u / (u.norm() + EPS)
+    x: Tensor = u / (u.norm() + EPS)
     for _ in range(steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x

@@ -1,5 +1,6 @@
 """What one step works on: lists of matrices of one shape, and the settings of the step."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -51,5 +52,5 @@ def size_of(shape: Sequence[int], scale: str) -> float:
     """What an orthogonal matrix of this shape is multiplied by."""
     rows, columns = shape
     if scale == "spectral":
-        return max(1.0, rows / max(columns, 1)) ** 0.5
-    return float(0.2 * max(rows, columns) ** 0.5)
+        return math.sqrt(max(1.0, rows / max(columns, 1)))
+    return 0.2 * math.sqrt(max(rows, columns))
