@@ -63,7 +63,7 @@ class Finished(msgspec.Struct, kw_only=True):
 
 
 class PackedRow(msgspec.Struct, frozen=True):
-    """A general compressor on the held-out bytes that models are scored on, as one stream."""
+    """A general compressor on the held-out rows that models are scored on, as one stream."""
 
     name: str
     length: int
