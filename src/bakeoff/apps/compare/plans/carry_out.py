@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from bakeoff.apps.bench import results
-from bakeoff.apps.compare.equal import CompareError, parameters
+from bakeoff.apps.compare.equal import SCORED, CompareError, parameters
 from bakeoff.apps.compare.plans.entries import flops_per_byte
 from bakeoff.apps.compare.plans.plan import Plan, Planned, Setting
 from bakeoff.apps.compare.plans.record import (
@@ -75,6 +75,8 @@ def carry_out(
     plan, record = _opened(plan, out, device)
     done = read_runs(out)
     _sum_up(plan, record, done, out)
+    if record.packed and (least := min(row.bytes for row in record.packed)) < SCORED:
+        say(f"only {least:,} bytes are held out, less than the {SCORED:,} that are advised: give more --data")
     held: set[tuple[str, int]] = set()
     longest: dict[tuple[str, Setting], float] = {}
     while (run := next(plan.missing(done), None)) is not None:

@@ -96,6 +96,8 @@ def entries(
         base = base or recipe(name)
         swapped = msgspec.structs.replace(base, recipe=name, model=recipe(name).model)
         config = resolve(swapped, None, [*shared, *overrides, *words])
+        if not config.data.validation:
+            raise CompareError("data.validation=0 leaves nothing to choose learning rates by: leave it out")
         config = _in_rows_of(config, found[0].config.seq_len if found else config.seq_len)
         asked = _rates(own_rates[-1].partition("=")[2]) if own_rates else tuple(rates)
         entry = Entry(name=" ".join([name, *_said(text)]), config=config, rates=asked or (config.optim.lr,))
