@@ -13,6 +13,7 @@
 #define sqrtf __builtin_sqrtf
 #define exp2f __builtin_exp2f
 #define log2f __builtin_log2f
+#define log1pf __builtin_log1pf
 
 struct float2 {
     float x, y;

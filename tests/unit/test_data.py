@@ -266,3 +266,29 @@ def test_prefetching_changes_nothing_and_passes_errors_on(tmp_path: Path) -> Non
         pytest.raises(DataError, match="any more"),
     ):
         prefetcher.get(0)
+
+
+def test_files_to_validate_by_lie_between_and_leave_the_held_out_ones(tmp_path: Path) -> None:
+    corpus_of(tmp_path, [*range(1, 60)])
+    plain, both = (ByteCorpus.open(tmp_path, 0.2, share) for share in (0.0, 0.3))
+    held = plain.read(*_piece(split(plain, 0.2, 4)[1]))
+    training, held_out = split(both, 0.2, 4, validation=0.3)
+    assert both.read(*_piece(held_out)).tobytes() == held.tobytes()
+    assert held_out.start - training.stop == both.validating > 0
+    starts = [0, *both._ends.tolist()]
+    for file, start in zip(both.files, starts, strict=False):
+        at = data.place(file.relative_to(tmp_path))
+        assert (at < 0.2) == (start >= held_out.start)
+        assert (at >= 0.5) == (start < training.stop)
+
+
+def _piece(span: range) -> tuple[int, int]:
+    return span.start, len(span)
+
+
+def test_of_one_file_the_piece_before_the_end_is_for_validation(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(bytes(1000))
+    corpus = ByteCorpus.open(tmp_path / "one", 0.1, 0.2)
+    assert split(corpus, 0.1, 9, validation=0.2) == (range(700), range(900, 1000))
+    with pytest.raises(DataError, match="need at least 400 there and 400 to validate and 400 held out"):
+        split(corpus, 0.1, 399, validation=0.2)

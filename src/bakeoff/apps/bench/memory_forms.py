@@ -1,6 +1,5 @@
 """Models with a neural memory, without it, with parts of it left out, and with gated DeltaNet."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,14 +10,12 @@ from torch import Tensor
 from bakeoff import hardware
 from bakeoff.apps.bench import results
 from bakeoff.apps.bench.gated_delta import GatedDelta, with_gated_delta
-from bakeoff.device import synchronize
-from bakeoff.graphs import NotCapturable, capture_step
+from bakeoff.apps.bench.trainee import Trainee
 from bakeoff.models.titan_mac import Config, TitanMAC
 from bakeoff.nn import NeuralMemory
 from bakeoff.optim import AdamW
 from bakeoff.select.choose.explain import explain_case
 from bakeoff.select.choose.tune import recording
-from bakeoff.timing import seconds_per_call
 
 __all__ = ["ABLATIONS", "FORMS", "Learner", "facts", "side_by_side", "written"]
 
@@ -66,72 +63,29 @@ def state_numbers(model: TitanMAC) -> int:
     return 0
 
 
-class Learner:
-    """A form of the model in training, in bfloat16 under autocast on CUDA. There its step is one graph, which
-    is replayed on a stream of its own: steps of small models are bound by launches, so those of several
-    overlap."""
+class Learner(Trainee):
+    """A form of the model in training."""
 
     def __init__(self, form: str, base: Config, device: torch.device, seed: int) -> None:
-        self.form, self.seed, self.device = form, seed, device
-        self.model = built(base, form, device, seed)
-        self.cuda = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if self.cuda else None
-        self.rate = torch.zeros((), device=device)
-        self.optimizer = AdamW(
-            self.model.parameters(), lr=self.rate, betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=1.0,
-            skip_nonfinite=True,
+        model = built(base, form, device, seed)
+        optimizer = AdamW(
+            model.parameters(), lr=torch.zeros((), device=device), betas=(0.9, 0.95), weight_decay=0.01,
+            max_grad_norm=1.0, skip_nonfinite=True,
         )  # fmt: skip
-        self.issued: Callable[[Tensor, Tensor], object] = (
-            capture_step(self._step) if self.cuda else self._step
-        )
-        self.reason, self.candidates = "", ""
-        """Why steps are not captured; the candidates of memory_scan that they run."""
-        self.curve: list[tuple[int, float]] = []
-
-    def __call__(self, ids: Tensor, targets: Tensor, rate: float) -> None:
-        """A step on ids and targets [B, T], of the CPU or pinned memory."""
-        with self.apart():
-            self.rate.fill_(rate)
-            ids, targets = (x.to(self.device, non_blocking=True) for x in (ids, targets))
-            if not self.candidates:
-                with recording() as seen:
-                    self._issue(ids, targets)
-                scans = {
-                    explain_case(op, case).choice for op, case in seen.values() if op.name == "memory_scan"
-                }
-                self.candidates = "+".join(sorted(scans)) or "-"
-            else:
-                self._issue(ids, targets)
+        super().__init__(model, optimizer, device)
+        self.form, self.seed = form, seed
+        self.state = state_numbers(model)
+        self.candidates = ""
+        """The candidates of memory_scan that steps run."""
 
     def _issue(self, ids: Tensor, targets: Tensor) -> None:
-        try:
-            self.issued(ids, targets)
-        except NotCapturable as why:
-            self.issued, self.reason = self._step, str(why)
-            if not why.ran:
-                self.model.zero_grad(set_to_none=True)
-                self._step(ids, targets)
-
-    def _step(self, ids: Tensor, targets: Tensor) -> None:
-        with self.precision():
-            _, loss = self.model(ids, targets)
-        assert loss is not None
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def apart(self) -> contextlib.AbstractContextManager[object]:
-        """On this learner's stream."""
-        return torch.cuda.stream(self.stream)
-
-    def precision(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.cuda)
-
-    def milliseconds(self, ids: Tensor, targets: Tensor, steps: int = 20) -> float:
-        """Of a step while nothing else runs, at rate 0: after training."""
-        synchronize(self.device)
-        with self.apart():
-            return 1e3 * seconds_per_call([lambda: self(ids, targets, 0.0)], steps, self.device)
+        if self.candidates:
+            super()._issue(ids, targets)
+            return
+        with recording() as seen:
+            super()._issue(ids, targets)
+        scans = {explain_case(op, case).choice for op, case in seen.values() if op.name == "memory_scan"}
+        self.candidates = "+".join(sorted(scans)) or "-"
 
     def described(self) -> dict[str, str]:
         """Columns of a results file."""
@@ -139,7 +93,7 @@ class Learner:
             "form": self.form,
             "seed": str(self.seed),
             "params": str(sum(p.numel() for p in self.model.parameters())),
-            "state": str(state_numbers(self.model)),
+            "state": str(self.state),
             "memory_scan": self.candidates,
             "mode": "captured" if self.cuda and not self.reason else "eager",
         }

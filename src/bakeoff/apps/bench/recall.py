@@ -20,7 +20,7 @@ from bakeoff.apps.bench.memory_forms import FORMS, Learner, facts, side_by_side,
 from bakeoff.models.titan_mac import Config
 from bakeoff.select import using
 
-__all__ = ["Task", "accuracy", "draw", "run_recall"]
+__all__ = ["Task", "accuracy", "draw", "right", "run_recall", "scheduled"]
 
 Hear = Callable[[dict[str, str]], None]
 
@@ -53,15 +53,24 @@ def draw(task: Task, generator: torch.Generator, noise: int | None = None) -> tu
     return ids, targets
 
 
-@torch.no_grad()
 def accuracy(model: nn.Module, task: Task, noise: int, seed: int = 1) -> float:
     """Share of right answers on rows with so much noise. Waits for the device."""
+    return right(model, *draw(task, torch.Generator().manual_seed(seed), noise))
+
+
+@torch.no_grad()
+def right(model: nn.Module, ids: Tensor, targets: Tensor) -> float:
+    """Share of the targets that the likeliest symbol is; those of -100 don't count. Waits for the device."""
     device = next(model.parameters()).device
-    ids, targets = (x.to(device) for x in draw(task, torch.Generator().manual_seed(seed), noise))
+    ids, targets = ids.to(device), targets.to(device)
     logits, _ = model(ids)
     counted = targets >= 0
-    right = (logits.argmax(-1) == targets) & counted
-    return float(right.sum() / counted.sum())
+    return float(((logits.argmax(-1) == targets) & counted).sum() / counted.sum())
+
+
+def scheduled(lr: float, step: int, steps: int) -> float:
+    """The rate of a step: 50 steps of warm-up, then half a cosine down to 0."""
+    return lr * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def run_recall(
@@ -114,11 +123,8 @@ def _trained(
         ids, targets = draw(task, generator)
         return (ids.pin_memory(), targets.pin_memory()) if device.type == "cuda" else (ids, targets)
 
-    def rate(step: int) -> float:
-        return task.lr * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / task.steps))
-
     side_by_side(
-        learners, batch, task.steps, rate,
+        learners, batch, task.steps, lambda step: scheduled(task.lr, step, task.steps),
         lambda learner: accuracy(learner.model, task, task.noise),
         hear=lambda step: announce(f"seed {seed}: step {step} of {task.steps}"),
     )  # fmt: skip

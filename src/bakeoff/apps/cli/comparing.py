@@ -4,6 +4,7 @@ import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,9 +14,10 @@ from bakeoff.apps.compare.document import path_of
 from bakeoff.apps.train import RECIPES
 from bakeoff.device import named_device
 
-__all__ = ["run"]
+__all__ = ["at_size", "run"]
 
 FIRST, SECOND = "byte-spectral", "llm-med"
+LENGTHS = "256,1024,4096"
 CPU_MINUTES, GPU_MINUTES = 1.0, 3.0
 
 
@@ -25,13 +27,29 @@ def run(
     minutes: float | None,
     steps: int | None,
     seeds: int,
-    lengths: str,
+    lengths: str | None,
     size: str | None,
     device: str,
     out: Path | None,
     resume: bool,
+    models: Sequence[str] = (),
+    **planned: Any,
 ) -> None:
-    """Compare two recipes, and print the result and where it is."""
+    """Compare two recipes, or the models of a plan, and print the result and where it is."""
+    if models:
+        from bakeoff.apps.cli.planning import run as run_plan
+
+        if names := [word for word in words if "=" not in word]:
+            raise click.UsageError(f"--model names the models of a plan: leave {' '.join(names)} out")
+        if lengths is not None:
+            raise click.UsageError(
+                "a plan trains with --rows and measures no other lengths: leave --lengths out"
+            )
+        if resume:
+            raise click.UsageError("a plan always goes on with --out: leave --resume out")
+        run_plan(models, words, data, minutes, steps, seeds, size, device, out, **planned)
+        return
+    _refuse_plans(planned)
     if minutes is not None and steps is not None:
         raise click.UsageError("--minutes and --steps are two limits: give one of them")
     if resume and out is None:
@@ -52,7 +70,7 @@ def run(
             *both,
             out,
             seeds=seeds,
-            lengths=_lengths(lengths),
+            lengths=_lengths(lengths or LENGTHS),
             resume=resume,
             say=functools.partial(print_plain, printer),
             announce=status.update,
@@ -62,16 +80,25 @@ def run(
     print_plain(printer, f"results: {path_of(out)}")
 
 
+def _refuse_plans(planned: dict[str, Any]) -> None:
+    """Raises for an option that only a plan has."""
+    given = [name for name, value in planned.items() if value is not None and name != "task_steps"]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(f"{options}: of a plan, whose models --model names, once for each")
+
+
 def _names(words: Sequence[str], size: str) -> tuple[str, str]:
     """The recipes that the words without '=' name, or the default ones; in this size if they have it."""
     names = [word for word in words if "=" not in word]
     if len(names) > 2:
         raise click.UsageError(f"two recipes are compared, got {', '.join(names)}")
     first, second = [*names, *(FIRST, SECOND)[len(names) :]]
-    return _at_size(first, size), _at_size(second, size)
+    return at_size(first, size), at_size(second, size)
 
 
-def _at_size(name: str, size: str) -> str:
+def at_size(name: str, size: str) -> str:
+    """The recipe's name in this size, if it has it."""
     tiny = f"{name}-tiny"
     return tiny if size == "tiny" and tiny in RECIPES else name
 

@@ -19,7 +19,7 @@ from bakeoff.apps.cli.tuning import rehearsed
 from bakeoff.apps.compare import Document, compared, match, model_of, pair, parameters, table
 from bakeoff.apps.train import Config, ConfigError, Result, load_run, train
 from bakeoff.apps.train.checkpoint import steps
-from bakeoff.apps.train.data import ByteCorpus, DataError, split
+from bakeoff.apps.train.data import DataError, open_parts
 from bakeoff.device import named_device
 from bakeoff.paths import expanded
 from bakeoff.select.choose import policy
@@ -107,8 +107,7 @@ def demo_configs(
         minutes=length / 60,
         scored=0,  # a demonstration: the rows of an ordinary run
     )
-    corpus = ByteCorpus.open(med.data.path, med.data.whole)
-    training, _ = split(corpus, med.data.holdout, med.seq_len, "give a longer --data")
+    _, training, _ = open_parts(med.data, med.seq_len, "give a longer --data")
     if cuda and not quick and not seconds:
         length = min(length, max(QUICK_SECONDS, GPU_PASSES * len(training) / GPU_BYTES_PER_S))
 

@@ -15,7 +15,7 @@ from bakeoff.apps.compare.render import table
 from bakeoff.apps.compare.speed import measured
 from bakeoff.apps.compare.stage import hold_contests
 from bakeoff.apps.train import Config
-from bakeoff.apps.train.data import ByteCorpus, split
+from bakeoff.apps.train.data import open_parts
 from bakeoff.apps.train.device import pick_device
 from bakeoff.parallel import launched
 
@@ -144,9 +144,8 @@ def _opened(
         raise CompareError(f"{out} holds a comparison: add --resume to go on with it, or give another --out")
     document = read(out) if exists else None
     config = configs["second"]
-    data = ByteCorpus.open(config.data.path, config.data.whole)
+    data, _, held_out = open_parts(config.data, config.seq_len)
     digest = data.digest()
-    held_out = split(data, config.data.holdout, config.seq_len)[1]
     fit = len(held_out) // (config.seq_len + 1)
     if document is None:
         return Document(

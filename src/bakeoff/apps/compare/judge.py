@@ -20,7 +20,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """What the scores of two models say; lower scores are better.
 
     `difference` is the mean of the first's less that of the second's, and lies within `half_width` of the
-    true one with 95 % confidence; None where too few seeds were run.
+    true one with the confidence asked for, 95 %; None where too few seeds were run.
     """
 
     winner: Literal["first", "second"] | None
@@ -29,7 +29,9 @@ class Verdict(msgspec.Struct, frozen=True):
     text: str
 
 
-def winner(first: Sequence[float | None], second: Sequence[float | None]) -> Verdict:
+def winner(
+    first: Sequence[float | None], second: Sequence[float | None], confidence: float = CONFIDENCE
+) -> Verdict:
     """Which model has the lower scores (bits per byte, one a seed), outside seed noise.
 
     None stands for a run that ended without a finite score. With fewer than two seeds a model, or with such
@@ -50,7 +52,7 @@ def winner(first: Sequence[float | None], second: Sequence[float | None]) -> Ver
             "use --seeds 2 or more (3 are advised)"
         )
         return Verdict(None, difference, None, text)
-    half = _half_width(ours, theirs)
+    half = _half_width(ours, theirs, confidence)
     shown += f" +- {half:.4f} bits/byte"
     if abs(difference) <= half:
         return Verdict(None, difference, half, f"no difference outside seed noise ({shown})")
@@ -58,14 +60,14 @@ def winner(first: Sequence[float | None], second: Sequence[float | None]) -> Ver
     return Verdict(better, difference, half, f"the {better} has fewer bits per byte ({shown})")
 
 
-def _half_width(first: Sequence[float], second: Sequence[float]) -> float:
+def _half_width(first: Sequence[float], second: Sequence[float], confidence: float) -> float:
     """Of the confidence interval of the difference of means; variances may differ (Satterthwaite 1946)."""
     a = statistics.variance(first) / len(first)
     b = statistics.variance(second) / len(second)
     if a + b == 0.0:
         return 0.0
     freedom = (a + b) ** 2 / (a**2 / (len(first) - 1) + b**2 / (len(second) - 1))
-    return t_quantile(freedom) * math.sqrt(a + b)
+    return t_quantile(freedom, confidence) * math.sqrt(a + b)
 
 
 def t_quantile(freedom: float, confidence: float = CONFIDENCE) -> float:

@@ -21,14 +21,15 @@ def check_lengths(lengths: Sequence[int], config: Config) -> None:
             raise CompareError(f"--lengths has {length}: a row needs at least 2 bytes")
     if not lengths:
         raise CompareError("--lengths is empty: give at least one, such as 256,1024")
-    corpus = ByteCorpus.open(config.data.path, config.data.whole)
+    data = config.data
+    corpus = ByteCorpus.open(data.path, data.whole, data.validation)
     asked = {
         f"train.seq_len={config.seq_len}": (config.seq_len, "set shorter rows"),
         f"--lengths {max(lengths)}": (max(lengths), "leave that length out"),
     }
     for name, (length, instead) in asked.items():
         try:
-            split(corpus, config.data.holdout, length, f"give longer --data or {instead}")
+            split(corpus, data.holdout, length, f"give longer --data or {instead}", data.validation)
         except DataError as error:
             raise CompareError(f"{name}: {error}") from None
 

@@ -1,8 +1,9 @@
 """Comparisons in a document: ``python -m bakeoff.apps.compare.page docs/byte-spectral.md`` fills it in.
 
 Between ``<!-- comparison: FOLDER -->`` and ``<!-- end -->`` it writes the results in FOLDER/compare.json; it
-draws their pictures into the folder images/ beside the document. ``--check`` only compares the text. Pictures
-need ``pip install -e '.[report]'``.
+draws their pictures into the folder images/ beside the document. Between ``<!-- plan: FOLDER -->`` and ``<!--
+end -->`` it writes those in FOLDER/plan.json, between ``<!-- tried: FILE -->`` and ``<!-- end -->`` what was
+tried. ``--check`` only compares the text. Pictures need ``pip install -e '.[report]'``.
 """
 
 import importlib.util
@@ -14,7 +15,12 @@ from typing import Any
 
 import click
 
+from bakeoff.apps.bench import marked
+from bakeoff.apps.compare import tried
 from bakeoff.apps.compare.document import SIDES, Document, read, scored
+from bakeoff.apps.compare.equal import CompareError
+from bakeoff.apps.compare.plans.record import read_record
+from bakeoff.apps.compare.plans.render import markdown
 from bakeoff.apps.tabular import markdown_table
 
 __all__ = ["block", "filled"]
@@ -25,7 +31,15 @@ _WIDTH, _HEIGHT = 420, 240
 
 def filled(text: str, root: Path) -> str:
     """`text` with every marked part written anew, from folders below `root`."""
-    return _MARKED.sub(lambda match: match[1] + block(match[2], root) + match[3], text)
+    text = _MARKED.sub(lambda match: match[1] + block(match[2], root) + match[3], text)
+    return marked.filled(text, root, {"plan": _plan, "tried": tried.table})
+
+
+def _plan(folder: str, root: Path) -> str:
+    record = read_record(root / folder)
+    if record is None:
+        raise CompareError(f"{root / folder} holds no plan.json")
+    return markdown(record, f"[{folder}/plan.json](../{folder}/plan.json)")
 
 
 def block(folder: str, root: Path) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bakeoff.apps.train import Config
-from bakeoff.apps.train.data import Batches, ByteCorpus, held_out_rows, split
+from bakeoff.apps.train.data import Batches, held_out_rows, open_parts
 from bakeoff.apps.train.step import Stepper
 from bakeoff.models import build
 from bakeoff.select import tune, using
@@ -27,8 +27,7 @@ class Stage:
         torch.manual_seed(config.train.seed)
         self.model = build(config.model).to(device).train()
         self.stepper = Stepper(self.model, config, device)
-        self.corpus = ByteCorpus.open(config.data.path, config.data.whole)
-        training, self.held_out = split(self.corpus, config.data.holdout, config.seq_len)
+        self.corpus, training, self.held_out = open_parts(config.data, config.seq_len)
         source = Batches(
             self.corpus,
             training,

@@ -16,8 +16,9 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from bakeoff import hardware
+from bakeoff.apps.train.config import Data
 from bakeoff.apps.train.metrics import log
 from bakeoff.errors import BakeoffError
 from bakeoff.paths import expanded
@@ -36,8 +38,11 @@ __all__ = [
     "ByteCorpus",
     "DataError",
     "Prefetcher",
+    "files_below",
     "held_out_rows",
+    "open_parts",
     "permute",
+    "place",
     "split",
     "stdlib_files",
 ]
@@ -47,6 +52,7 @@ Bytes = npt.NDArray[np.uint8]
 DIGEST_PIECES, DIGEST_PIECE = 128, 2**20
 OPEN_FILES = 256  # 1024 open files are a usual limit of a process
 WATCH_S = 10.0  # between looks at the files' sizes and times of modification
+_LONGER = "give a longer data.path or a smaller train.seq_len"
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -62,6 +68,8 @@ class ByteCorpus:
 
     held: int = 0
     """Bytes of the files at the end that are held out whole; 0 where none are."""
+    validating: int = 0
+    """Bytes of the whole files before these that settings may be chosen by."""
 
     def __init__(self, name: str, files: Sequence[Path]) -> None:
         self.name = name
@@ -84,15 +92,15 @@ class ByteCorpus:
         return int(self._ends[-1])
 
     @classmethod
-    def open(cls, path: str | Path, whole: float = 0.0) -> "ByteCorpus":
+    def open(cls, path: str | Path, whole: float = 0.0, validation: float = 0.0) -> "ByteCorpus":
         """The corpus at `path`: a file, a folder (regular files in sorted order, hidden ones skipped), or
         "stdlib". Of a folder's files the share `whole`, chosen by a hash of their path, come last, where
-        `split` holds them out. Raises DataError."""
+        `split` holds them out, and before them the share `validation`. Raises DataError."""
         if not str(path):  # which pathlib takes for the current folder
             raise DataError("data.path is empty: set it to a file or folder, . for this one, or leave it out")
         if str(path) == "stdlib":
             root = Path(sysconfig.get_path("stdlib"))
-            return cls("the Python standard library", stdlib_files())._holding(root, whole)
+            return cls("the Python standard library", stdlib_files())._holding(root, whole, validation)
         try:
             root = expanded(path)
             mode = root.stat().st_mode
@@ -101,23 +109,25 @@ class ByteCorpus:
                 f"can't read {error.filename}: {error.strerror}. Set data.path to a file or folder"
             ) from None
         if stat.S_ISDIR(mode):
-            return cls(str(root), _files_below(root))._holding(root, whole)
+            return cls(str(root), files_below(root))._holding(root, whole, validation)
         if not stat.S_ISREG(mode):
             raise DataError(f"{root} is neither a file nor a folder: set data.path to one")
         return cls(str(root), [root])
 
-    def _holding(self, root: Path, share: float) -> "ByteCorpus":
-        """The same files, with those last that a hash of their path below `root` holds out."""
-
-        def held_out(file: Path) -> bool:
-            word = hashlib.sha256(file.relative_to(root).as_posix().encode("utf-8", "surrogateescape"))
-            return int.from_bytes(word.digest()[:8]) < share * 2**64
-
-        held = [file for file in self.files if held_out(file)]
+    def _holding(self, root: Path, share: float, validation: float) -> "ByteCorpus":
+        """The same files, with those last that a hash of their path below `root` puts aside."""
+        places = {file: place(file.relative_to(root)) for file in self.files}
+        held = [file for file in self.files if places[file] < share]
         if not held or len(held) == len(self.files):
             return self
-        corpus = ByteCorpus(self.name, [*(file for file in self.files if not held_out(file)), *held])
-        corpus.held = int(corpus._ends[-1] - corpus._ends[-1 - len(held)])
+        aside = [file for file in self.files if share <= places[file] < share + validation]
+        rest = [file for file in self.files if places[file] >= share + validation]
+        if not rest:
+            return self
+        corpus = ByteCorpus(self.name, [*rest, *aside, *held])
+        starts = [0, *corpus._ends.tolist()]
+        corpus.held = starts[-1] - starts[len(rest) + len(aside)]
+        corpus.validating = starts[len(rest) + len(aside)] - starts[len(rest)]
         return corpus
 
     def read(self, start: int, length: int) -> Bytes:
@@ -203,17 +213,26 @@ def _close(handles: OrderedDict[int, int]) -> None:
         os.close(handles.popitem()[1])
 
 
+def place(path: PurePath) -> float:
+    """Where a hash of its path puts a file, in [0, 1): below the share held out it is held out."""
+    word = hashlib.sha256(path.as_posix().encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(word[:8]) / 2**64
+
+
 def stdlib_files() -> list[Path]:
     """The Python standard library's ``.py`` files on this machine, in a fixed order, without its tests and
     without installed packages. Raises DataError where only compiled files are installed."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _files_below(root, _SKIPPED) if file.suffix == ".py"]
+    files = [file for file in files_below(root, _SKIPPED) if file.suffix == ".py"]
     if not files:
         raise DataError(f"no Python sources under {root}: set data.path to any file or folder of text")
     return files
 
 
-def _files_below(root: Path, skipped: set[str] | frozenset[str] = frozenset()) -> list[Path]:
+def files_below(root: Path, skipped: AbstractSet[str] = frozenset()) -> list[Path]:
+    """The regular files below `root`, sorted by path, without hidden ones and folders named in `skipped`.
+    Raises DataError for a folder that can't be listed."""
+
     def refuse(error: OSError) -> None:
         raise DataError(f"can't list {error.filename}: {error.strerror}. Make it readable or move it away")
 
@@ -241,21 +260,32 @@ def split(
     corpus: ByteCorpus,
     holdout: float,
     seq_len: int,
-    fix: str = "give a longer data.path or a smaller train.seq_len",
+    fix: str = _LONGER,
+    validation: float = 0.0,
 ) -> tuple[range, range]:
     """(bytes to train on, held-out bytes): the held-out ones are one piece at the end, the corpus's held
-    files or else `holdout` of all, but at least one row. Raises DataError, which names `fix`, when either
-    part is shorter than the seq_len + 1 bytes of a row."""
+    files or else `holdout` of all, but at least one row. With `validation`, a piece of about that share lies
+    between the two. Raises DataError, which names `fix`, when a part is shorter than the seq_len + 1 bytes of
+    a row."""
     row = seq_len + 1
     total = len(corpus)
     tail = max(corpus.held or int(total * holdout), row)
-    if total - tail < row:
-        smaller = ", or a smaller data.holdout" if total >= 2 * row else ""
+    aside = max(corpus.validating if corpus.held else int(total * validation), row) if validation else 0
+    if total - tail - aside < row:
+        smaller = ", or a smaller data.holdout" if total >= (3 if validation else 2) * row else ""
+        put_aside = f"{row} to validate and {row} held out" if validation else f"{row} held out"
         raise DataError(
-            f"{corpus.name} holds {total} bytes, of which {max(0, total - tail)} are left to train on; rows "
-            f"of {seq_len} bytes need at least {row} there and {row} held out: {fix}{smaller}"
+            f"{corpus.name} holds {total} bytes, of which {max(0, total - tail - aside)} are left to train "
+            f"on; rows of {seq_len} bytes need at least {row} there and {put_aside}: {fix}{smaller}"
         )
-    return range(total - tail), range(total - tail, total)
+    return range(total - tail - aside), range(total - tail, total)
+
+
+def open_parts(data: Data, seq_len: int, fix: str = _LONGER) -> tuple[ByteCorpus, range, range]:
+    """The corpus that [data] names, the bytes to train on and the held-out ones, as `split` gives them; what
+    lies between the two is for validation."""
+    corpus = ByteCorpus.open(data.path, data.whole, data.validation)
+    return corpus, *split(corpus, data.holdout, seq_len, fix, data.validation)
 
 
 def held_out_rows(corpus: ByteCorpus, held_out: range, seq_len: int, rows: int) -> Tensor:

@@ -17,7 +17,7 @@ from bakeoff.apps.render import selection_table
 from bakeoff.apps.train.checkpoint import Checkpoint
 from bakeoff.apps.train.config import Config
 from bakeoff.apps.train.context import Context
-from bakeoff.apps.train.data import Batches, ByteCorpus, DataError, Prefetcher, held_out_rows, mix, split
+from bakeoff.apps.train.data import Batches, ByteCorpus, DataError, Prefetcher, held_out_rows, mix, open_parts
 from bakeoff.apps.train.device import Placement, memory_errors
 from bakeoff.apps.train.leak import check_leaks
 from bakeoff.apps.train.lock import RunLock
@@ -55,8 +55,7 @@ def open_inputs(config: Config, placement: Placement, lock: RunLock) -> Inputs:
     """Opens the data and the run's folder, and locks that. Raises DataError, ConfigError, FolderInUse and
     CheckpointError."""
     world = placement.world
-    corpus = ByteCorpus.open(config.data.path, config.data.whole)
-    training, held_out = split(corpus, config.data.holdout, config.seq_len)
+    corpus, training, held_out = open_parts(config.data, config.seq_len)
     batches = Batches(
         corpus,
         training,

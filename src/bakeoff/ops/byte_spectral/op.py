@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from bakeoff import hardware
+from bakeoff.kernels import cuda
+from bakeoff.kernels.counter import launches
 from bakeoff.ops.byte_spectral import plain
 from bakeoff.ops.byte_spectral.reference import byte_spectral as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
@@ -20,6 +23,7 @@ _FEATURES = ("magnitude", "log", "complex")
 _NATIVE = (torch.float16, torch.bfloat16, torch.float32)
 _MOST = 64  # of the window and of the frequencies: a strip and its phases must fit one program
 _MOST_LOOP = 1024
+_LEAST_SHARED = 48 << 10  # bytes that every GPU gives a block
 
 
 def relations(case: Case) -> None:
@@ -198,6 +202,11 @@ def triton_cannot(case: Case) -> str | None:
     """Why the Triton kernels can't take `case`, or None."""
     if not case.device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
         return f"runs on CUDA, not on {case.device}"
+    return _kernels_cannot(case)
+
+
+def _kernels_cannot(case: Case) -> str | None:
+    """Why neither the Triton kernels nor those in CUDA C++ can take `case`, or None."""
     if not case.causal:
         return "sums over windows: a whole row is two matrix products, which PyTorch has"
     for name, meta in case.tensors.items():
@@ -206,6 +215,23 @@ def triton_cannot(case: Case) -> str | None:
     W, K = case.window.shape[0], _bins(case)
     if max(W, K) > _MOST:
         return f"takes windows and frequencies up to {_MOST}, not {W} and {K}"
+    return None
+
+
+def cuda_cannot(case: Case) -> str | None:
+    """Why the CUDA C++ kernels can't take `case`, or None."""
+    if reason := cuda.missing() or _kernels_cannot(case):
+        return reason
+    from bakeoff.ops.byte_spectral.cuda.launch import shared_bytes
+
+    needed = shared_bytes(case.table.shape[1], case.window.shape[0], _bins(case), case.features)
+    if needed > _LEAST_SHARED:
+        return f"keeps spectra in 48 KiB of shared memory, these need {needed >> 10}: narrow the table"
+    if max(meta.numel for meta in case.tensors.values()) >= 1 << 31:
+        return "takes up to 2^31 elements"
+    older = hardware.index(case.device) >= 0 and not hardware.native_bf16(case.device)
+    if older and (case.weight or case.table).dtype == torch.bfloat16:
+        return "rounds to bfloat16 by an instruction that this GPU lacks (compute capability 8.0 has it)"
     return None
 
 
@@ -230,7 +256,15 @@ def loop_cannot(case: Case) -> str | None:
 def heuristic(case: Case, regime: str) -> str:
     """The fused kernels wherever they can run: 3 to 13 times as fast as plain PyTorch on an H100."""
     del regime
+    if hardware.without_triton(case.device):
+        return "eager" if cuda_cannot(case) else "cuda"
     return "eager" if triton_cannot(case) else "triton"
+
+
+def _cuda() -> Implementation:
+    from bakeoff.ops.byte_spectral.cuda.launch import cuda
+
+    return cuda
 
 
 def _triton() -> Implementation:
@@ -267,6 +301,7 @@ OP = Op(
             deterministic=False,  # it adds the table's gradient up in any order
         ),
         kernel_candidate("triton", _triton, triton_cannot),
+        Candidate("cuda", load=_cuda, supports=cuda_cannot, launches=launches),
     ),
     check=check,
     bucket=bucket,

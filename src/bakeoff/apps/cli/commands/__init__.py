@@ -5,7 +5,7 @@ import os
 import click
 
 from bakeoff import __version__
-from bakeoff.apps.cli.commands import inspecting, measuring, tables, training
+from bakeoff.apps.cli.commands import corpora, inspecting, measuring, tables, training
 from bakeoff.apps.cli.commands.group import Group, log_to_stderr
 
 __all__ = ["main"]
@@ -37,6 +37,7 @@ for _command in (
     training.tune,
     training.generate,
     training.export,
+    corpora.corpus,
     measuring.bench,
     measuring.compare,
     inspecting.explain,

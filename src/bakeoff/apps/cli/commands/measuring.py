@@ -91,6 +91,29 @@ def bench(**values: Any) -> None:
 
 
 @click.command(cls=Command)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="'RECIPE [KEY=VALUE]...'",
+    help="A model of a plan, instead of FIRST and SECOND; repeat it. KEY is one of [model], or SECTION.KEY.",
+)
+@click.option("--lr", metavar="RATES", help="Plan: learning rates to choose among, such as 5e-4,1e-3,2e-3.")
+@click.option(
+    "--rows",
+    metavar="LENGTHS",
+    help="Plan: bytes a row to train with, such as 1024,8192. [default: the recipe's]",
+)
+@click.option("--flops", type=Finite(0, min_open=True), help="Plan: operations of every run, such as 1e16.")
+@click.option(
+    "--tasks", metavar="TASKS", help="Plan: beside text, train on recall, copy or both (recall,copy)."
+)
+@click.option(
+    "--task-steps", type=click.IntRange(1), default=500, show_default=True, help="Plan: steps of each task."
+)
+@click.option(
+    "--stop-after", type=Finite(0), metavar="MINUTES", help="Plan: start no run that would end later."
+)
 @click.argument("words", metavar="[FIRST] [SECOND] [KEY=VALUE]...", nargs=-1)
 @options.data
 @click.option(
@@ -108,9 +131,7 @@ def bench(**values: Any) -> None:
 )
 @click.option(
     "--lengths",
-    default="256,1024,4096",
-    show_default=True,
-    help="Context lengths in bytes at which speed is measured.",
+    help="Context lengths in bytes at which speed is measured. [default: 256,1024,4096]",
 )
 @click.option(
     "--size",
@@ -138,11 +159,19 @@ def compare(**values: Any) -> None:
     held-out bits per byte differ by more than seed noise. Each result is written
     to OUT/compare.json at once, so Ctrl-C loses only the unfinished run; --resume goes on from there.
 
+    With --model, any number of models are compared by a plan: each learning rate of --lr with one seed, then
+    the best, by bytes put aside for validation, with the others; for each of --rows, and for each budget of
+    --steps, --minutes and --flops that is given. The first model keeps its shape and the others get its
+    number of parameters. Every finished run is a line of OUT/runs.jsonl, and the same command goes on where
+    it stopped; gzip and xz stand beside the models.
+
     Examples:
       bakeoff compare
       bakeoff compare byte-spectral llm-med --data corpus/ --minutes 10 --seeds 5 --out runs/compared
       bakeoff compare first.model.attention_every=2 --steps 500 --lengths 512,2048
       bakeoff compare llm-med llm-med first.optim.lr=6e-4
+      bakeoff compare --model llm-med --model 'byte-spectral attention_every=3' --lr 5e-4,1e-3,2e-3
+                      --rows 1024,8192 --minutes 5 --flops 1e16 --out runs/plan --stop-after 25
     """
     from bakeoff.apps.cli.comparing import run
 

@@ -50,10 +50,20 @@ class Data(Section, frozen=True):
     """A file, or a folder read recursively; "stdlib" is the Python standard library's sources here."""
     holdout: Annotated[float, Meta(gt=0, lt=1)] = 0.05
     """Share of the bytes, at the end, that is never trained on."""
+    validation: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share before these that is not trained on either, for choosing settings; never measured by a run."""
     may_change: bool = False
     """Go on, with a warning, where the bytes are no longer those that the run began with."""
     whole_files: bool = False
     """In a folder, hold out whole files instead: about this share of them, chosen by a hash of their path."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.holdout + self.validation >= 1.0:
+            raise ValueError(
+                f"holdout={self.holdout} and validation={self.validation} leave nothing to train on: their "
+                "sum must be below 1"
+            )
 
     @property
     def whole(self) -> float:
