@@ -1,0 +1,60 @@
+"""What attention kernels need of their inputs, and don't check themselves."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["exact", "laid_as", "readable", "watched", "width_refused"]
+
+_WIDEST = {"cudnn": 128, "efficient": 1 << 16, "flash_attn_4": 128}
+"""The widest heads that a back end takes, where these aren't 256."""
+
+
+def readable(x: Tensor) -> Tensor:
+    """x, or a dense copy where kernels that read 16 bytes at a time would fault: they don't look where x
+    begins, nor how far apart its rows are."""
+    *outer, inner = x.stride()
+    step = 16 // x.element_size()
+    if x.data_ptr() % 16 == 0 and inner == 1 and all(stride and stride % step == 0 for stride in outer):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def laid_as(q: Tensor, x: Tensor) -> Tensor:
+    """x with the strides that a new tensor like q has."""
+    like = torch.empty_like(q, device="meta", dtype=x.dtype).stride()
+    if x.stride() == like:
+        return x
+    return torch.empty_strided(x.shape, like, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def exact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of q and more, with products in the dtypes it names: autocast would round its scores."""
+
+    @wraps(function)
+    def run(q: Tensor, *rest: Any, **named: Any) -> Any:
+        if q.is_meta or not torch.is_autocast_enabled(q.device.type):
+            return function(q, *rest, **named)
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *rest, **named)
+
+    return run
+
+
+def watched() -> bool:
+    """Whether torch.jit.trace or a transform of torch.func looks on, for which only the definition will do."""
+    return torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active()
+
+
+def width_refused(name: str, D: int, dtype: torch.dtype) -> str | None:
+    """Why the back end `name` can't take heads that are D wide in this dtype, or None."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    if not half and (name != "efficient" or dtype != torch.float32):
+        return f"takes float16 and bfloat16, not {dtype}"
+    limit, step = _WIDEST.get(name, 256), 8 if half else 4
+    if limit < D or D % step:
+        return f"takes heads up to {limit} wide, in steps of {step}, not {D}"
+    return None
