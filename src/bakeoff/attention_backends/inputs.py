@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["exact", "laid_as", "readable", "watched", "width_refused"]
+__all__ = ["exact", "laid_as", "readable", "watched", "width_refused", "with_ends", "without_strays"]
 
 _WIDEST = {"cudnn": 128, "efficient": 1 << 16, "flash_attn_4": 128}
 """The widest heads that a back end takes, where these aren't 256."""
@@ -42,6 +42,20 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(q, *rest, **named)
 
     return run
+
+
+def with_ends(cu_seqlens: Tensor, T: int) -> Tensor:
+    """The borders with what stands before the first and behind the last as two documents more: kernels write
+    nothing for positions outside all documents."""
+    cu = cu_seqlens.to(torch.int32)
+    return torch.cat([torch.zeros_like(cu[:1]), cu, torch.full_like(cu[:1], T)])
+
+
+def without_strays(y: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """y [T, H, D] as [1, T, H, D], 0 outside all documents."""
+    t = torch.arange(y.shape[0], device=y.device)
+    stray = (t < cu_seqlens[0]) | (t >= cu_seqlens[-1])
+    return y.masked_fill(stray[:, None, None], 0.0)[None]
 
 
 def watched() -> bool:
