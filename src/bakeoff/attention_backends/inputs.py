@@ -46,8 +46,8 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def with_ends(cu_seqlens: Tensor, T: int) -> Tensor:
     """The borders with what stands before the first and behind the last as two documents more: kernels write
-    nothing for positions outside all documents."""
-    cu = cu_seqlens.to(torch.int32)
+    nothing for positions outside all documents. What lies beyond T is cut off."""
+    cu = cu_seqlens.clamp(0, T).to(torch.int32)
     return torch.cat([torch.zeros_like(cu[:1]), cu, torch.full_like(cu[:1], T)])
 
 
@@ -59,7 +59,7 @@ def without_strays(y: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def watched() -> bool:
-    """Whether torch.jit.trace or a transform of torch.func looks on, for which only the definition will do."""
+    """Whether torch.jit.trace or a transform of torch.func looks on: only the definition will do for them."""
     return torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active()
 
 

@@ -49,8 +49,8 @@ def empty_like(t: torch.Tensor) -> torch.Tensor:
 def laid_out(
     plan: "Plan", letters: str, **tensors: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """The tensors [..., D] with a dense last dimension, and their strides x_b, x_t, ... of a tensor x, a letter
-    for each leading dimension, in units of ALIGN elements."""
+    """The tensors [..., D] with a dense last dimension, and their strides in units of ALIGN elements: x_b and
+    x_t of a tensor x for the letters "bt", one for each leading dimension."""
     laid = {n: x if x.stride(-1) == 1 or x.shape[-1] == 1 else plan.contiguous(x) for n, x in tensors.items()}
     strides = {
         f"{name}_{letter}": x.stride(place) if x.shape[place] > 1 else 0

@@ -48,8 +48,8 @@ def attention(
         TypeError: dtypes that don't fit.
         bakeoff.errors.Unsupported: `impl` can't take these arguments; the message gives every reason.
 
-    Source: Vaswani et al. 2017, section 3.2; shared heads: Ainslie et al. 2023; parts of a row joined by their
-    log-sum-exp: Dao et al. 2023 (Flash-Decoding).
+    Source: Vaswani et al. 2017, section 3.2; shared heads: Ainslie et al. 2023; rows in parts for decoding:
+    Dao et al. 2023 (Flash-Decoding).
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 8, 4, 16)

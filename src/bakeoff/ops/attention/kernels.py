@@ -7,7 +7,6 @@ row holds are read once, programs behind its length end at once, and 4 D FLOPs a
 Strides come in units of ALIGN elements: the product tells the compiler what 16-byte accesses need.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -53,13 +52,12 @@ def tilings(case: Any) -> list[Tiling]:
     keys = widest
     while keys > 32 and others * -(-S // keys) < wanted:
         keys //= 2
-    first = Tiling(keys, _tiles(S, keys, others, wanted), 4, 2)
-    found = [first]
-    for size in (keys // 2, keys * 2):
-        if 16 <= size <= widest:
-            found.append(Tiling(size, _tiles(S, size, others, wanted), 4, 2))
+    sizes = (keys, *(size for size in (keys // 2, keys * 2) if 16 <= size <= widest))
+    found = [Tiling(size, _tiles(S, size, others, wanted), 4, 2) for size in sizes]
+    first = found[0]
     found += [first._replace(tiles=n) for n in (first.tiles * 2, first.tiles // 2) if n]
-    found += [first._replace(warps=warps) for warps in (2, 8)]
+    few = case.q.dtype.itemsize == 2 and rows_of(T, H // K) == 16  # more would not fit in 64 threads
+    found += [first._replace(warps=warps) for warps in (8, 2)[: 1 + few]]
     found += [first._replace(stages=stages) for stages in (1, 3)]
     return [*dict.fromkeys(found)]
 
@@ -112,9 +110,8 @@ def _parts(
     held, low = _held(lengths, b, T, S, window, CAUSAL)
     first = part * KEYS
     last = tl.minimum(first + KEYS, held)
-    if SPLIT:
-        if (first >= held) | (first + KEYS <= low):
-            return
+    if SPLIT and ((first >= held) | (first + KEYS <= low)):
+        return
     row = which % blocks * ROWS + tl.arange(0, ROWS)
     there = row < T * G
     t, h = row // G, shared * G + row % G
@@ -159,9 +156,7 @@ def _parts(
     else:
         found = found / tl.where(total > 0.0, total, 1.0)[:, None]
         into = (b * T + t) * H + h
-        tl.store(
-            y + into[:, None] * D + d[None, :], found.to(y.dtype.element_ty), mask=there[:, None] & wide
-        )
+        tl.store(y + into[:, None] * D + d[None, :], found.to(y.dtype.element_ty), mask=there[:, None] & wide)
 
 
 @triton.jit(do_not_specialize=["T", "S", "H", "KEYS", "PARTS", "window"])
