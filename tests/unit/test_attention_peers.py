@@ -162,7 +162,7 @@ def test_cudnn_is_given_gradients_as_its_plans_expect_them(monkeypatch: pytest.M
 
         @staticmethod
         def backward(ctx: Any, dout: Tensor) -> Any:
-            seen.append((dout.stride(), dout.clone()))
+            seen.append((dout.stride(), dout.data_ptr() % 16, dout.clone()))
             return dout, dout, dout
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, *_: Any, **__: Any) -> Any:
@@ -173,12 +173,14 @@ def test_cudnn_is_given_gradients_as_its_plans_expect_them(monkeypatch: pytest.M
     monkeypatch.setattr(pytorch, "aten", fake)
     q = torch.randn(2, 8, 4, 16, requires_grad=True)
     dy = torch.randn(2, 8, 4, 16)
-    for given in (dy, dy.mT.contiguous().mT, dy[:1, :1].expand_as(dy), torch.cat([dy, dy], -1)[..., :16]):
+    shifted = torch.cat([dy.flatten()[:1], dy.flatten()])[1:].view_as(dy)
+    gapped = torch.cat([dy, dy], -1)[..., :16]
+    for given in (dy, dy.mT.contiguous().mT, dy[:1, :1].expand_as(dy), gapped, shifted):
         y = pytorch.cudnn(q, q, q, True, None, None, None, None)
         assert y.is_contiguous()
         torch.autograd.grad(y, q, given)
-        stride, got = seen.pop()
-        assert stride == q.transpose(1, 2).stride()
+        stride, beyond, got = seen.pop()
+        assert (stride, beyond) == (q.transpose(1, 2).stride(), 0)
         assert torch.equal(got, given.transpose(1, 2))
 
 

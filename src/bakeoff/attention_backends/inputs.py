@@ -1,13 +1,23 @@
 """What attention kernels need of their inputs, and don't check themselves."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-__all__ = ["exact", "laid_as", "readable", "watched", "width_refused", "with_ends", "without_strays"]
+__all__ = [
+    "differentiable",
+    "exact",
+    "laid_as",
+    "readable",
+    "watched",
+    "width_refused",
+    "with_ends",
+    "without_strays",
+]
 
 _WIDEST = {"cudnn": 128, "efficient": 1 << 16, "flash_attn_4": 128}
 """The widest heads that a back end takes, where these aren't 256."""
@@ -21,6 +31,23 @@ def readable(x: Tensor) -> Tensor:
     if x.data_ptr() % 16 == 0 and inner == 1 and all(stride and stride % step == 0 for stride in outer):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def differentiable(y: Tensor) -> Tensor:
+    """y, made by such a kernel, whose gradient then comes laid out as y is, and readable 16 bytes at a time.
+
+    Backwards don't look at that either. cuDNN's plans are kept by the strides of q, k and v alone: a gradient
+    that lies in another way is read at the wrong places. Inside torch.compile layouts are its own affair.
+    """
+    if y.requires_grad and not is_compiling():
+        y.register_hook(partial(_with_strides, y.stride()))
+    return y
+
+
+def _with_strides(strides: tuple[int, ...], x: Tensor) -> Tensor:
+    if x.stride() == strides and x.data_ptr() % 16 == 0:
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def laid_as(q: Tensor, x: Tensor) -> Tensor:

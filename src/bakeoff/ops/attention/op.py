@@ -273,7 +273,7 @@ OP = Op(
     reference=reference,
     candidates=(
         Candidate("eager", plain.eager, deterministic=False, heeds_determinism=True),
-        Candidate("compiled", compiled(plain._by_products), supports=compiled_supports),
+        Candidate("compiled", compiled(plain.products), supports=compiled_supports),
         _pytorch("flash", pytorch.flash, heeds_determinism=True, min_capability=(8, 0)),
         _pytorch("cudnn", pytorch.cudnn, traceable=False, min_capability=(8, 0)),
         _pytorch("efficient", pytorch.efficient, heeds_determinism=True),

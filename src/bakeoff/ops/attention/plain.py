@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bakeoff.attention_backends.inputs import exact, readable, watched
+from bakeoff.attention_backends.inputs import differentiable, exact, readable, watched
 from bakeoff.ops.attention.reference import attention as reference
 from bakeoff.ops.attention.reference import seen
 
-__all__ = ["FEW", "by_products", "eager", "planned"]
+__all__ = ["FEW", "by_products", "eager", "planned", "products"]
 
 FEW = 16
 """Queries a row up to which kernels made for long ones compute a tile of mostly nothing."""
@@ -29,6 +29,7 @@ def planned(T: int, S: int) -> bool:
     return T == S and T % _STEP == 0
 
 
+@exact
 def eager(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None,
     cu_seqlens: Tensor | None, lengths: Tensor | None,
@@ -36,7 +37,7 @@ def eager(
     """What PyTorch takes by default, without cuDNN where that would plan too often; the definition where
     transforms look on."""
     if watched():
-        return exact(reference)(q, k, v, causal, window, scale, cu_seqlens, lengths)  # type: ignore[no-any-return]
+        return reference(q, k, v, causal, window, scale, cu_seqlens, lengths)
     T, S = q.shape[1], k.shape[1]
     if lengths is not None and T <= FEW:
         return by_products(q, k, v, causal, window, scale, cu_seqlens, lengths)
@@ -68,7 +69,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
         k, v, shared = k.repeat_interleave(G, 2), v.repeat_interleave(G, 2), False
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=shared)
-    return y.transpose(1, 2)
+    return (differentiable(y) if y.is_cuda else y).transpose(1, 2)
 
 
 def _masked(
@@ -102,18 +103,20 @@ def _masked(
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
+@exact
 def by_products(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None,
     cu_seqlens: Tensor | None, lengths: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Two products and a softmax, scores in float32 or wider; heads in groups share keys where they lie."""
-    return exact(_by_products)(q, k, v, causal, window, scale, cu_seqlens, lengths)  # type: ignore[no-any-return]
+    """`products`, whatever autocast says."""
+    return products(q, k, v, causal, window, scale, cu_seqlens, lengths)
 
 
-def _by_products(
+def products(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None,
     cu_seqlens: Tensor | None, lengths: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    """Two products and a softmax, scores in float32 or wider; heads in groups share keys where they lie."""
     (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
     G = H // K
     grouped = q.unflatten(2, (K, G)).permute(0, 2, 3, 1, 4).reshape(B * K, G * T, D)

@@ -2,7 +2,7 @@
 the switches that `sdpa_kernel` sets and puts back, which take the host longer than the call.
 """
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, get_args
 
 import torch
@@ -11,7 +11,13 @@ from torch.compiler import is_compiling
 from torch.nn.attention import flex_attention as flexible
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from bakeoff.attention_backends.inputs import laid_as, readable, width_refused, with_ends, without_strays
+from bakeoff.attention_backends.inputs import (
+    differentiable,
+    readable,
+    width_refused,
+    with_ends,
+    without_strays,
+)
 from bakeoff.ops.attention.plain import planned
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.compiled import compiled, compiler_missing
@@ -38,24 +44,23 @@ def flash(
     if window is not None:
         sides |= {"window_size_left": window - 1, "window_size_right": 0}
     if cu_seqlens is None:
-        return aten._flash_attention_forward(q, k, v, None, None, T, S, 0.0, causal, False, **sides)[0]  # type: ignore[no-any-return]
+        return differentiable(
+            aten._flash_attention_forward(q, k, v, None, None, T, S, 0.0, causal, False, **sides)[0]
+        )
     cu = with_ends(cu_seqlens, T)
     y = aten._flash_attention_forward(q[0], k[0], v[0], cu, cu, T, T, 0.0, causal, False, **sides)[0]
-    return without_strays(y, cu_seqlens)
+    return without_strays(differentiable(y), cu_seqlens)
 
 
 def cudnn(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None,
     cu_seqlens: Tensor | None, lengths: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """cuDNN's attention. PyTorch keeps its plans by the strides of q, k and v alone: a gradient that is laid
-    out otherwise than y would be read at the wrong places."""
+    """cuDNN's attention."""
     q, k, v = (x.transpose(1, 2) for x in _given(q, k, v))
     recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     y = aten._scaled_dot_product_cudnn_attention(q, k, v, None, recorded, 0.0, causal, scale=scale)[0]
-    if recorded:
-        y.register_hook(partial(laid_as, y.detach()))
-    return y.transpose(1, 2)  # type: ignore[no-any-return]
+    return differentiable(y).transpose(1, 2)
 
 
 def efficient(
@@ -69,7 +74,7 @@ def efficient(
     q, k, v = (x.transpose(1, 2) for x in _given(q, k, v))
     recorded = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     y = aten._scaled_dot_product_efficient_attention(q, k, v, None, recorded, 0.0, causal, scale=scale)[0]
-    return y.transpose(1, 2)  # type: ignore[no-any-return]
+    return differentiable(y).transpose(1, 2)
 
 
 def math(
