@@ -13,6 +13,7 @@ __all__ = [
     "exact",
     "laid_as",
     "readable",
+    "shares",
     "watched",
     "width_refused",
     "with_ends",
@@ -83,6 +84,15 @@ def without_strays(y: Tensor, cu_seqlens: Tensor) -> Tensor:
     t = torch.arange(y.shape[0], device=y.device)
     stray = (t < cu_seqlens[0]) | (t >= cu_seqlens[-1])
     return y.masked_fill(stray[:, None, None], 0.0)[None]
+
+
+def shares(q: Tensor, k: Tensor) -> bool:
+    """Whether heads [B, T, H, D] of q share those of k: a flag also of sizes that torch.compile keeps open, as
+    what compares symbols is a symbol otherwise."""
+    shared = False
+    if q.shape[2] != k.shape[2]:
+        shared = True
+    return shared
 
 
 def watched() -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bakeoff.attention_backends.inputs import differentiable, exact, readable, watched
+from bakeoff.attention_backends.inputs import differentiable, exact, readable, shares, watched
 from bakeoff.ops.attention.reference import attention as reference
 from bakeoff.ops.attention.reference import seen
 
@@ -46,7 +46,8 @@ def eager(
     some = lengths is not None or window is not None or cu_seqlens is not None
     if some or (causal and T != S and T > 1):
         return _masked(q, k, v, causal, window, scale, cu_seqlens, lengths)
-    causal = causal and T == S
+    if T != S:  # one query, which sees all
+        causal = False
     if not q.is_cuda or (T == S if is_compiling() else planned(T, S) or not _half(q)):
         return _sdpa(q, k, v, None, causal, scale)
     with _unplanned(q):
@@ -63,7 +64,7 @@ def _half(q: Tensor) -> bool:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:
-    shared = q.shape[2] != k.shape[2]
+    shared = shares(q, k)
     if shared and q.is_cuda and (mask is not None or not _half(q)):  # what else would hold all scores
         G = q.shape[2] // k.shape[2]
         k, v, shared = k.repeat_interleave(G, 2), v.repeat_interleave(G, 2), False

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from bakeoff.attention_backends.inputs import (
     differentiable,
     readable,
+    shares,
     width_refused,
     with_ends,
     without_strays,
@@ -82,7 +83,7 @@ def math(
     cu_seqlens: Tensor | None, lengths: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Matrix products with all scores in memory."""
-    shared = q.shape[2] != k.shape[2]
+    shared = shares(q, k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     y = aten._scaled_dot_product_attention_math(
         q, k, v, None, 0.0, causal, None, scale=scale, enable_gqa=shared
@@ -126,7 +127,7 @@ def supports(case: Case, name: str) -> str | None:
 def _flexible(
     mask: BlockMask | None, scale: float | None, options: str, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    shared = q.shape[2] != k.shape[2]
+    shared = shares(q, k)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     chosen: Any = {"BACKEND": options} if options else None
     y = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=shared, kernel_options=chosen)
