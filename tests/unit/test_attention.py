@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -385,3 +387,11 @@ def test_kernels_that_add_up_in_any_order_say_so() -> None:
     assert text not in reasons["eager"]
     assert text not in reasons["flash"]
     assert text in reasons["cudnn"]
+
+
+def test_the_documents_example_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["one"].shape == (2, 1, 8, 64)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ __all__ = [
     "with_ends",
     "without_strays",
 ]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _WIDEST = {"cudnn": 128, "efficient": 1 << 16, "flash_attn_4": 128}
 """The widest heads that a back end takes, where these aren't 256."""
@@ -59,7 +61,7 @@ def laid_as(q: Tensor, x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, like, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def exact(function: Callable[..., Any]) -> Callable[..., Any]:
+def exact(function: Function) -> Function:
     """`function` of q and more, with products in the dtypes it names: autocast would round its scores."""
 
     @wraps(function)
@@ -69,7 +71,7 @@ def exact(function: Callable[..., Any]) -> Callable[..., Any]:
         with torch.autocast(q.device.type, enabled=False):
             return function(q, *rest, **named)
 
-    return run
+    return cast(Function, run)
 
 
 def with_ends(cu_seqlens: Tensor, T: int) -> Tensor:
@@ -87,8 +89,8 @@ def without_strays(y: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def shares(q: Tensor, k: Tensor) -> bool:
-    """Whether heads [B, T, H, D] of q share those of k: a flag also of sizes that torch.compile keeps open, as
-    what compares symbols is a symbol otherwise."""
+    """Whether heads of q [B, T, H, D] share those of k. Comparing sizes that torch.compile keeps open gives a
+    symbol; this is a flag."""
     shared = False
     if q.shape[2] != k.shape[2]:
         shared = True
