@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from bakeoff.attention_backends import rows
+from bakeoff.attention_backends.rows import BACKENDS
 from bakeoff.errors import Unsupported
 from bakeoff.ops import dilated_attention
-from bakeoff.ops.dilated_attention import OP, backends, branches, phase_table, plain
+from bakeoff.ops.dilated_attention import OP, branches, phase_table, plain
 from bakeoff.ops.dilated_attention import op as declaration
 from bakeoff.ops.dilated_attention import reference as definition
-from bakeoff.ops.dilated_attention.backends import BACKENDS
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 from bakeoff.ops.dilated_attention.reference import pattern_of
 
@@ -104,7 +105,7 @@ def test_pieces_of_long_sequences_are_the_whole(monkeypatch: pytest.MonkeyPatch)
     args = ("6,20", "1,3", True, "mod", "detached", None, None, True)
     want = results(reference(*inputs, *args), inputs)
     monkeypatch.setattr(definition, "_DENSE", 200)
-    monkeypatch.setattr(backends, "_CHUNK", 30)
+    monkeypatch.setattr(rows, "_CHUNK", 30)
     torch.testing.assert_close(results(reference(*inputs, *args), inputs), want)
     torch.testing.assert_close(results(plain.branches("math", *inputs, *args), inputs), want)
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bakeoff.ops.dilated_attention import OP, backends, branches, plain
-from bakeoff.ops.dilated_attention.backends import BACKENDS
+from bakeoff.attention_backends import rows
+from bakeoff.attention_backends.rows import BACKENDS
+from bakeoff.ops.dilated_attention import OP, branches, plain
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 from bakeoff.ops.dilated_attention.reference import pattern_of
 
@@ -136,7 +137,7 @@ def test_cudnn_is_given_gradients_as_its_plans_expect_them(monkeypatch: pytest.M
         return q, k, v
 
     fake = types.SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=kernel)
-    monkeypatch.setattr(backends, "aten", fake)
+    monkeypatch.setattr(rows, "aten", fake)
     q = torch.randn(2, 8, 4, 16).transpose(1, 2)
     dy, lse = torch.randn(q.shape), torch.zeros(2, 4, 8)
     gapped = torch.randn(2, 8, 4, 32)[..., :16].transpose(1, 2).copy_(dy)

@@ -17,7 +17,8 @@ from bakeoff.kernels.variants import Tilings
 __all__ = ["Declaration", "constants", "derived", "parameters", "reached", "twice"]
 
 _SCHEMA: dict[Any, str] = {
-    float: "float", int: "SymInt", bool: "bool", str: "str", str | None: "str?", torch.dtype: "ScalarType",
+    float: "float", float | None: "float?", int: "SymInt", int | None: "SymInt?", bool: "bool", str: "str",
+    str | None: "str?", torch.dtype: "ScalarType",
 }  # fmt: skip
 """Types of arguments as torch.library writes them."""
 

@@ -1,8 +1,13 @@
 """How a tensor lies in memory, as kernels over rows take it."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
-__all__ = ["alignment", "empty_like", "row_stride"]
+if TYPE_CHECKING:
+    from bakeoff.kernels.plan import Plan
+
+__all__ = ["alignment", "empty_like", "laid_out", "row_stride"]
 
 
 def row_stride(t: torch.Tensor) -> int | None:
@@ -39,3 +44,18 @@ def empty_like(t: torch.Tensor) -> torch.Tensor:
     """An uninitialised contiguous tensor of `t`'s shape and dtype."""
     # torch.empty_like takes half the time of new_empty, and keeps the strides of what isn't contiguous.
     return torch.empty_like(t) if t.is_contiguous() else t.new_empty(t.shape)
+
+
+def laid_out(
+    plan: "Plan", letters: str, **tensors: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """The tensors [..., D] with a dense last dimension, and their strides in units of ALIGN elements: x_b and
+    x_t of a tensor x for the letters "bt", one for each leading dimension."""
+    laid = {n: x if x.stride(-1) == 1 or x.shape[-1] == 1 else plan.contiguous(x) for n, x in tensors.items()}
+    strides = {
+        f"{name}_{letter}": x.stride(place) if x.shape[place] > 1 else 0
+        for name, x in laid.items()
+        for place, letter in enumerate(letters)
+    }
+    align = alignment(*strides.values())
+    return laid, {name: stride // align for name, stride in strides.items()} | {"ALIGN": align}

@@ -58,8 +58,8 @@ def kernel_op(
     Args:
         name: in torch.ops.bakeoff; up to the first dot also of the bakeoff op, in messages.
         results: a function of the op's arguments, each declared as Tensor, Tensor | None, float, int, bool,
-            str, str | None or torch.dtype, that returns the results uninitialised: a tensor or a tuple of
-            tensors. It also runs on fake tensors.
+            str, torch.dtype, or one of float, int and str or None, that returns the results uninitialised: a
+            tensor or a tuple of tensors. It also runs on fake tensors.
         forward: the planner that fills the results (see `bakeoff.kernels.plan`).
         backward: the planner that fills the gradients.
         derivative: instead of `backward`, for an op whose derivative is made of differentiable ops: a

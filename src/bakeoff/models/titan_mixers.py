@@ -3,7 +3,6 @@
 Shapes: B rows, T time, D d_model, H heads, E = D / H, S segment, P persistent.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -11,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bakeoff.nn import NeuralMemory, NeuralMemoryState, attend_one
+from bakeoff.nn import NeuralMemory, NeuralMemoryState
 from bakeoff.nn.memory_state import outliving
 from bakeoff.nn.neural_memory import LENGTH, Projected, of_length
-from bakeoff.ops import rotary, swiglu
+from bakeoff.ops import attention, rotary, swiglu
 from bakeoff.ops.memory_scan import Memory
 
 if TYPE_CHECKING:
@@ -88,11 +87,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, persistent: Tensor | None, mask: Ten
         mask = F.pad(mask, (persistent.shape[1], 0), value=True)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
-
-
-def _bias(seen: Tensor) -> Tensor:
-    """What makes scores those of attention to what is seen alone."""
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -math.inf)
 
 
 def _persistent_of(persistent: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,8 +221,8 @@ class AsContext(nn.Module):
         places = P + n * at + torch.arange(n, device=x.device)
         for held, new in zip(past.ring, (k, self.v(seen)), strict=True):
             held.index_copy_(2, places, new.reshape(B, n, -1, E).transpose(1, 2))
-        seen = torch.arange(past.ring[0].shape[2], device=x.device) <= places[-1:]
-        y = attend_one(q, *past.ring, _bias(seen))
+        keys, values = (held.transpose(1, 2) for held in past.ring)
+        y = attention(q, keys, values, lengths=places[-1:].expand(B) + 1).flatten(2)
         if self.memory is not None:
             gate, past.memory = self.memory(x + y, past.memory)
             y = y * gate.sigmoid()
@@ -313,12 +307,11 @@ class AsGate(nn.Module):
         turns = places + S * own
         keys, _ = rotary(keys, keys[:, :, :0], cos.index_select(0, turns), sin.index_select(0, turns))
         q, _ = rotary(q, q[:, :, :0], cos.index_select(0, S + at), sin.index_select(0, S + at))
-        seen = own | (total >= S)
         if self.persistent is not None:
             first = _persistent_of(self.persistent, keys)
             keys, values = torch.cat([first[0], keys], dim=1), torch.cat([first[1], values], dim=1)
-            seen = F.pad(seen, (self.config.persistent, 0), value=True)
-        y = attend_one(q, keys.transpose(1, 2), values.transpose(1, 2), _bias(seen))
+        held = self.config.persistent + (total + 1).clamp(max=S)  # the ring fills from its first place on
+        y = attention(q, keys, values, lengths=held.expand(x.shape[0])).flatten(2)
         if self.memory is not None:
             gate, past.memory = self.memory(x, past.memory)
             y = y * gate.sigmoid()

@@ -6,16 +6,12 @@ Shapes: B batch, T time, H heads, K key/value heads, E the width of a head, N ke
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bakeoff.ops.attention import attention
 from bakeoff.ops.rotary import rotary
 
 __all__ = ["KeyValues", "attend", "attend_one"]
-
-# cuDNN's plans anew for every length, which takes it longer than a whole model takes for a symbol.
-_UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class KeyValues:
@@ -27,8 +23,8 @@ class KeyValues:
         self.layers: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self.at: Tensor | None = None
         """Once settled: where the next position goes, [1], on the device."""
-        self.bias: Tensor | None = None
-        """Once settled: [capacity], 0 for positions held, minus infinity for others."""
+        self.lengths: Tensor | None = None
+        """Once settled: how many positions each row holds, with the one that comes now, [B]."""
 
     @property
     def rows(self) -> int | None:
@@ -38,24 +34,18 @@ class KeyValues:
 
     def tensors(self) -> list[Tensor]:
         """All that it holds, each of which is written in place."""
-        held = [tensor for pair in self.layers if pair is not None for tensor in pair]
-        return held if self.bias is None else [self.bias, *held]
+        return [tensor for pair in self.layers if pair is not None for tensor in pair]
 
     def settle(self, at: Tensor) -> None:
         """From here on one position a call, whose place is `at` [1]: shapes and addresses stay as they
         are."""
-        held = self.tensors()
-        if held:
+        if self.rows is not None:
             self.at = at
-            places = torch.arange(self.capacity, device=at.device)
-            dtype = torch.promote_types(held[0].dtype, torch.float32)
-            self.bias = torch.zeros(self.capacity, dtype=dtype, device=at.device)
-            self.bias.masked_fill_(places >= at, -math.inf)
 
     def begin_step(self) -> None:
         """Lets the position that comes now be seen; once a step, before the first layer."""
-        if self.bias is not None and self.at is not None:
-            self.bias.index_fill_(0, self.at, 0.0)
+        if self.at is not None and self.rows is not None:
+            self.lengths = self.at.expand(self.rows) + 1
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Stores k, v [B, K, T, E] behind `length`; returns all keys and values up to there, once settled all
@@ -94,21 +84,11 @@ def attend(
     """Causal attention [B, T, H E] of q [B, T, H, E] to k, v [B, T, K, E] and to what `cache` holds of this
     layer; cos, sin [T, E/2] of these positions."""
     q, k = rotary(q, k, cos, sin)
-    if cache is not None and cache.bias is not None:
-        return attend_one(q, *cache.extend(layer, k.transpose(1, 2), v.transpose(1, 2)), cache.bias)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    shared = k.shape[1] != q.shape[1]
-    if cache is None:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
-        return y.transpose(1, 2).flatten(2)
-    t, prefix = q.shape[2], cache.length
-    k, v = cache.extend(layer, k, v)
-    mask = None
-    if prefix and t > 1:  # rows behind a prefix see it and what precedes them
-        mask = torch.ones(t, prefix + t, dtype=torch.bool, device=q.device).tril(prefix)
-    with sdpa_kernel(_UNPLANNED):
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not prefix, enable_gqa=shared)
-    return y.transpose(1, 2).flatten(2)
+    lengths = None
+    if cache is not None:
+        k, v = (x.transpose(1, 2) for x in cache.extend(layer, k.transpose(1, 2), v.transpose(1, 2)))
+        lengths = cache.lengths
+    return attention(q, k, v, causal=True, lengths=lengths).flatten(2)
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ Importing this declares them all; none imports triton."""
 
 from bakeoff.ops.adamw import adamw_ as adamw_
 from bakeoff.ops.adamw import global_norm as global_norm
+from bakeoff.ops.attention import attention as attention
 from bakeoff.ops.byte_spectral import byte_spectral as byte_spectral
 from bakeoff.ops.dilated_attention import dilated_attention as dilated_attention
 from bakeoff.ops.long_conv import long_conv as long_conv

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from bakeoff.attention_backends.inputs import readable, width_refused
+from bakeoff.attention_backends.rows import BACKENDS
 from bakeoff.ops.dilated_attention import plain
-from bakeoff.ops.dilated_attention.backends import BACKENDS, readable
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.compiled import compiled, compiler_missing
@@ -221,15 +222,7 @@ def supports(case: Case, name: str) -> str | None:
         return "takes no packed documents"
     if case.return_lse and case.needs_grad:
         return "has no gradient of the lse"
-    D, dtype = case.q.shape[-1], case.q.dtype
-    half = dtype in (torch.float16, torch.bfloat16)
-    if not half and (name != "efficient" or dtype != torch.float32):
-        return f"takes float16 and bfloat16, not {dtype}"
-    limit = {"cudnn": 128, "efficient": 1 << 16, "flash_attn_4": 128}.get(name, 256)
-    step = 8 if half else 4
-    if limit < D or D % step:
-        return f"takes heads up to {limit} wide, in steps of {step}, not {D}"
-    return compiler_missing(case)
+    return width_refused(name, case.q.shape[-1], case.q.dtype) or compiler_missing(case)
 
 
 def flex_supports(case: Case) -> str | None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from bakeoff.ops.dilated_attention.backends import BACKENDS, exact
+from bakeoff.attention_backends.inputs import exact, watched
+from bakeoff.attention_backends.rows import BACKENDS
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 
@@ -230,8 +231,7 @@ def eager(
 ) -> Any:  # fmt: skip
     """Branch by branch; the definition where transforms look on, and for few pairs inside torch.compile."""
     args = (q, k, v, segments, rates, causal, phase, combine_grad, cu_seqlens, scale, return_lse)
-    watched = torch._C._get_tracing_state() is not None or torch._C._are_functorch_transforms_active()
-    if watched or (is_compiling() and q.shape[0] * q.shape[2] * q.shape[1] ** 2 <= _DENSE):
+    if watched() or (is_compiling() and q.shape[0] * q.shape[2] * q.shape[1] ** 2 <= _DENSE):
         return exact(reference)(*args)
     return branches("", *args)
 

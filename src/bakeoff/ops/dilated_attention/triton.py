@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bakeoff.kernels.layout import alignment
+from bakeoff.kernels.layout import laid_out
 from bakeoff.kernels.op import KernelOp, kernel_op
 from bakeoff.kernels.plan import Plan
 from bakeoff.kernels.triton import TritonKernel
@@ -47,7 +47,7 @@ def forward(
         return
     pattern = pattern_of(segments, rates, phase, k.shape[2])
     tiling = tiling or kernels.forward_tilings(_Shapes(q, k, segments, rates, phase, causal))[0]
-    laid, numbers = _laid_out(plan, q=q, k=k, v=v)
+    laid, numbers = laid_out(plan, "bth", q=q, k=k, v=v)
     for group in _groups(pattern, tiling.split):
         tables, cut = _cut(plan, group, q, cu_seqlens, causal, tiling.rows, tiling.classes)
         plan.launch(
@@ -74,7 +74,7 @@ def backward(
     tiling = tiling or kernels.backward_tilings(_Shapes(q, k, segments, rates, phase, causal))[0]
     dy = plan.zeros(q.shape, q.dtype) if dy is None else dy
     dlse = None if dlse is None else plan.contiguous(dlse)
-    laid, numbers = _laid_out(plan, q=q, k=k, v=v, dy=dy)
+    laid, numbers = laid_out(plan, "bth", q=q, k=k, v=v, dy=dy)
     numbers["plane"] = B * H * T if detached else 0
     for_queries = {
         "BLOCK_M": tiling.q_rows, "BLOCK_N": tiling.q_keys, "STAGES": tiling.q_stages,
@@ -132,18 +132,6 @@ class _Shapes:
     def __init__(self, q: Tensor, k: Tensor, segments: str, rates: str, phase: str, causal: bool) -> None:
         self.q, self.k, self.causal = q, k, causal
         self.segments, self.rates, self.phase = segments, rates, phase
-
-
-def _laid_out(plan: Plan, **tensors: Tensor) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The tensors with a dense last dimension, and their strides in units of ALIGN."""
-    laid = {n: x if x.stride(-1) == 1 or x.shape[-1] == 1 else plan.contiguous(x) for n, x in tensors.items()}
-    strides = {
-        f"{name}_{letter}": x.stride(place) if x.shape[place] > 1 else 0
-        for name, x in laid.items()
-        for place, letter in enumerate("bth")
-    }
-    align = alignment(*strides.values())
-    return laid, {name: stride // align for name, stride in strides.items()} | {"ALIGN": align}
 
 
 def _fixed(q: Tensor, k: Tensor, group: _Group, causal: bool, scale: float) -> dict[str, Any]:

@@ -41,6 +41,9 @@ class Candidate:
     needs_warmup: bool = False
     """Works there only after a call on the same tensors outside of capture, in the same configuration."""
     deterministic: bool = True
+    heeds_determinism: bool = False
+    """Repeats itself bit for bit at least where torch.use_deterministic_algorithms is on, as PyTorch's own
+    kernels do that look at it."""
     all_compiled: bool = False
     """All its code is torch.compile's and means nothing uncompiled, so that it is verified without poison."""
     baseline: bool = False
@@ -105,7 +108,8 @@ class Candidate:
         reasons = []
         if case.needs_grad and not self.has_backward:
             reasons.append("has no backward")
-        if torch.are_deterministic_algorithms_enabled() and not self.deterministic:
+        repeats = self.deterministic or self.heeds_determinism
+        if torch.are_deterministic_algorithms_enabled() and not repeats:
             reasons.append("is not deterministic, and torch.use_deterministic_algorithms is on")
         if self.min_capability > (0, 0):
             if not case.device.startswith("cuda"):

@@ -31,7 +31,13 @@ from bakeoff.select.declare.installed import package_version
 
 __all__ = ["files", "roots", "source_hash"]
 
-_OURS = ("bakeoff.ops", "bakeoff.kernels", "bakeoff.channel_major", "bakeoff.fft_conv")
+_OURS = (
+    "bakeoff.ops",
+    "bakeoff.kernels",
+    "bakeoff.channel_major",
+    "bakeoff.fft_conv",
+    "bakeoff.attention_backends",
+)
 _DECLARING = re.compile(r"bakeoff\.ops(\.\w+(\.(op|peers))?)?")
 _INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 

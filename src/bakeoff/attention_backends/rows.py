@@ -1,4 +1,4 @@
-"""Kernels that a branch of dilated_attention may be computed by, all as attention over dense rows.
+"""Attention over dense rows by many kernels, each with its log-sum-exp and its backward apart.
 
 PyTorch's own, matrix products, and those of the flash-attn packages, which are imported on the first call.
 Written against flash-attn 2.8, FlashAttention-3's flash_attn_interface and flash-attn-4 4.0.
@@ -6,13 +6,15 @@ Written against flash-attn 2.8, FlashAttention-3's flash_attn_interface and flas
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["BACKENDS", "Backend", "exact", "readable"]
+from bakeoff.attention_backends.inputs import exact, laid_as
+
+__all__ = ["BACKENDS", "Backend"]
 
 _CHUNK = 1 << 26  # scores of matrix products that exist at a time
 aten = torch.ops.aten
@@ -25,16 +27,6 @@ class Backend(NamedTuple):
     """(q, k, v, causal, scale) -> out, lse"""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """(dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv"""
-
-
-def readable(x: Tensor) -> Tensor:
-    """x, or a dense copy where kernels that read 16 bytes at a time would fault: they don't look where x
-    begins, nor how far apart its rows are."""
-    *outer, inner = x.stride()
-    step = 16 // x.element_size()
-    if x.data_ptr() % 16 == 0 and inner == 1 and all(stride and stride % step == 0 for stride in outer):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -62,20 +54,12 @@ def _cudnn_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # PyTorch keeps cuDNN's plans by the strides of q, k and v alone. A plan that was made for a dout or out
     # laid out in another way reads this one's at the wrong places, and beyond its end.
-    dout, out = _laid_as(q, dout), _laid_as(q, out)
+    dout, out = laid_as(q, dout), laid_as(q, out)
     L, seed = q.shape[2], q.new_zeros((), dtype=torch.int64)
     found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
         dout, q, k, v, out, lse[..., None], seed, seed, None, None, None, L, L, 0.0, causal, scale=scale
     )
     return found
-
-
-def _laid_as(q: Tensor, x: Tensor) -> Tensor:
-    """x with the strides that a new tensor like q has."""
-    like = torch.empty_like(q, device="meta", dtype=x.dtype).stride()
-    if x.stride() == like:
-        return x
-    return torch.empty_strided(x.shape, like, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -155,19 +139,6 @@ def _chunks(q: Tensor) -> Iterator[tuple[slice, slice]]:
 
 def _widened(*tensors: Tensor) -> list[Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
-
-
-def exact(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of q and more, with products in the dtypes it names: autocast would round its scores."""
-
-    @wraps(function)
-    def run(q: Tensor, *rest: Any, **named: Any) -> Any:
-        if q.is_meta or not torch.is_autocast_enabled(q.device.type):
-            return function(q, *rest, **named)
-        with torch.autocast(q.device.type, enabled=False):
-            return function(q, *rest, **named)
-
-    return run
 
 
 def _flash_attn(version: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
