@@ -75,8 +75,6 @@ def rotary(
         >>> bool(torch.allclose(qn.norm(dim=-1), torch.tensor(8.0)))
         True
     """
-    if q_weight is None and k_weight is None and not offset:  # eps stands in no key then
-        return call(OP, q, k, cos, sin, interleaved, position_ids, None, None, None, None, impl=impl)  # type: ignore[no-any-return]
     return call(  # type: ignore[no-any-return]
         OP, q, k, cos, sin, interleaved, position_ids, q_weight, k_weight, eps, offset, impl=impl
     )

@@ -2,6 +2,7 @@
 
 import os
 from math import prod
+from typing import Any
 
 import torch
 
@@ -83,24 +84,25 @@ def bucket(case: Case) -> Case:
     """Rounds B, T and the tables' length; makes q and k dense, cut from a fused projection, or head-major.
 
     `position_ids` of one row stand for equal rows: their cost differs by 8 bytes a token, and every q and k
-    item then has its own row.
+    item then has its own row. Without weights there is no eps either.
     """
     B, T, H, D = case.q.shape
     B, T = round_rows(B), round_rows(T)
     ids = case.position_ids
     rows = T if ids is None else max(T, round_rows(case.cos.shape[0]))
     half = case.cos.shape[1]
-    weights = {
-        name: None if meta is None else with_layout(meta, meta.shape)
-        for name, meta in (("q_weight", case.q_weight), ("k_weight", case.k_weight))
-    }
+    norm: dict[str, Any] = dict.fromkeys(("q_weight", "k_weight", "eps", "offset"))
+    if case.q_weight is not None:
+        norm = {
+            name: with_layout(case.args[name], case.args[name].shape) for name in ("q_weight", "k_weight")
+        }
     return case.replace(
         q=_canonical(case.q, (B, T, H, D)),
         k=_canonical(case.k, (B, T, case.k.shape[2], D)),
         cos=with_layout(case.cos, (rows, half)),
         sin=with_layout(case.sin, (rows, half)),
         position_ids=None if ids is None else TensorMeta.dense((B, T), ids.dtype),
-        **weights,
+        **norm,
     )
 
 
@@ -176,7 +178,7 @@ def _normed_cases() -> list[Case]:
         _case("normed llm-med", 48, 512, 8, 8, 48, bf16, form="strided", weight=fp32),
         _case("normed base", 32, 1024, 12, 12, 64, bf16, form="strided", weight=fp32),
         _case("normed grouped", 4, 4096, 32, 8, 128, bf16, weight=bf16),
-        _case("normed decode", 64, 1, 32, 8, 128, bf16, ids=True, grad=False, weight=bf16),
+        _case("normed token", 64, 1, 32, 8, 128, bf16, ids=True, grad=False, weight=bf16),
         _case("normed offset", 8, 1024, 16, 16, 64, fp16, weight=fp16, offset=1.0),
         _case("normed single", 8, 1024, 16, 16, 64, fp32, weight=fp32),
         _case("normed partial", 4, 2048, 32, 8, 128, bf16, rotated=32, weight=bf16),

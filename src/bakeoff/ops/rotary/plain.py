@@ -18,8 +18,8 @@ def eager(
     position_ids: torch.Tensor | None,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
-    eps: float | None = None,
-    offset: float | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain PyTorch: a rotation is a complex product, which takes three kernels a tensor instead of nine;
     heads are normalised by F.rms_norm.
@@ -39,12 +39,12 @@ def eager(
     return _turned(q, turn, interleaved), _turned(k, turn, interleaved)
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float | None, offset: float | None) -> torch.Tensor:
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
     """Each head normalised and scaled: as it is where the dtypes agree, else on float32 copies."""
     if x.dtype == weight.dtype and not offset:
-        return F.rms_norm(x, weight.shape, weight, eps or 0.0)
+        return F.rms_norm(x, weight.shape, weight, eps)
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + (offset or 0.0), eps or 0.0)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + offset, eps)
 
 
 def _turned(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> torch.Tensor:

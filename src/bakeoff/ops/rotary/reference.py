@@ -17,8 +17,8 @@ def reference(
     position_ids: torch.Tensor | None = None,
     q_weight: torch.Tensor | None = None,
     k_weight: torch.Tensor | None = None,
-    eps: float | None = None,
-    offset: float | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pair (a, b) of each head, at its position, becomes (a cos - b sin, b cos + a sin).
 
@@ -35,11 +35,11 @@ def reference(
     )
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float | None, offset: float | None) -> torch.Tensor:
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
     """Each head normalised and scaled, in float32 or wider."""
     wide = x.to(torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32))
-    scale = (offset or 0.0) + weight.to(wide.dtype)
-    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (eps or 0.0)) * scale
+    scale = offset + weight.to(wide.dtype)
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * scale
 
 
 def table_rows(table: torch.Tensor, length: int, position_ids: torch.Tensor | None) -> torch.Tensor:

@@ -104,8 +104,8 @@ class Rotary:
 
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, position_ids: Tensor | None,
-        q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float | None = None,
-        offset: float | None = None,
+        q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 1e-6,
+        offset: float = 0.0,
     ) -> Pair:  # fmt: skip
         """(q', k') for float16, bfloat16 and float32."""
         turned: Pair
