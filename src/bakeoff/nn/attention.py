@@ -7,12 +7,12 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bakeoff.ops.rotary import rotary
 
-__all__ = ["KeyValues", "attend", "attend_one"]
+__all__ = ["KeyValues", "QKNorm", "attend", "attend_one"]
 
 # cuDNN's plans anew for every length, which takes it longer than a whole model takes for a symbol.
 _UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -88,12 +88,27 @@ class KeyValues:
         return held[0][:, :, :end], held[1][:, :, :end]
 
 
+class QKNorm(nn.Module):
+    """The weights [E] by which heads of queries and of keys are scaled once they are normalised; they start
+    at 1."""
+
+    def __init__(self, head_dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.q = nn.Parameter(torch.ones(head_dim))
+        self.k = nn.Parameter(torch.ones(head_dim))
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KeyValues | None, layer: int
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KeyValues | None, layer: int,
+    norm: QKNorm | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention [B, T, H E] of q [B, T, H, E] to k, v [B, T, K, E] and to what `cache` holds of this
-    layer; cos, sin [T, E/2] of these positions."""
-    q, k = rotary(q, k, cos, sin)
+    layer; cos, sin [T, E/2] of these positions. With a `norm`, heads of q and k are normalised first."""
+    if norm is None:
+        q, k = rotary(q, k, cos, sin)
+    else:
+        q, k = rotary(q, k, cos, sin, q_weight=norm.q, k_weight=norm.k, eps=norm.eps)
     if cache is not None and cache.bias is not None:
         return attend_one(q, *cache.extend(layer, k.transpose(1, 2), v.transpose(1, 2)), cache.bias)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
