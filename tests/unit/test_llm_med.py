@@ -99,9 +99,8 @@ def test_decoding_in_pieces_equals_one_pass(changes: dict[str, object], pieces: 
         model.decode(ids[:, :1], cache)
 
 
-@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
-def test_the_leak_guard_lets_it_pass_with_any_parameters(changes: dict[str, object]) -> None:
-    bakeoff.assert_causal(perturbed(torch.float32, **changes), length=20)
+def test_the_leak_guard_lets_every_rung_pass_with_any_parameters() -> None:
+    bakeoff.assert_causal(perturbed(torch.float32, **SHAPES["every rung"]), length=20)
 
 
 def test_rungs_begin_as_the_model_without_them() -> None:
