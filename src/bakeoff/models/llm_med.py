@@ -185,7 +185,8 @@ class NGrams(nn.Module):
         found, key = [], whole[:, self.before :]
         for n in range(1, self.before + 1):
             key = key * _ODD + whole[:, self.before - n : self.before - n + T]  # modulo 2^64
-            found.append((key * _ODD >> (64 - self.bits)) & ((1 << self.bits) - 1))
+            mixed = (key ^ (key >> 32)) * _ODD  # by a product alone, some rows would be empty
+            found.append((mixed >> (64 - self.bits)) & ((1 << self.bits) - 1))
         return found
 
 
