@@ -10,9 +10,28 @@ from bakeoff.select import using
 
 CONFIGS = {
     "llm-med": llm_med.Config(d_model=64, layers=2, heads=4, kv_heads=2, max_seq_len=128),
+    "llm-med-strong": llm_med.Config(
+        d_model=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        max_seq_len=128,
+        qk_norm=True,
+        conv=4,
+        ngrams=4,
+        ngram_bits=10,
+    ),
     "poles": byte_spectral.Config(d_model=64, layers=2, heads=4, window=16, max_seq_len=128),
     "taps": byte_spectral.Config(
-        d_model=64, layers=3, heads=4, window=16, filter="taps", taps=20, attention_every=3, max_seq_len=128
+        d_model=64,
+        layers=3,
+        heads=4,
+        window=16,
+        filter="taps",
+        taps=20,
+        attention_every=3,
+        max_seq_len=128,
+        qk_norm=True,
     ),
     "mac": titan_mac.Config(d_model=64, layers=2, heads=2, segment=16, persistent=3, chunk=8),
     "mag": titan_mac.Config(d_model=64, layers=2, heads=2, segment=16, persistent=3, chunk=8, variant="mag"),

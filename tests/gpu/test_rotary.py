@@ -30,7 +30,9 @@ def step(q, k, cos, sin, dq, dk, **how):
     return (*outputs, *torch.autograd.grad(outputs, (q, k), (dq, dk)))
 
 
-@pytest.mark.parametrize("case", OP.cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in OP.cases() if case.q_weight is None], ids=lambda case: case.name
+)
 def test_the_grid_passes_the_contest_verification(case):
     """Forward, every gradient, poisoned memory, fences, hostile inputs, bitwise repetition, at full size."""
     _, deterministic = verify(OP, OP.candidate("triton"), yardsticks(OP, case))

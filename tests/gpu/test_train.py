@@ -101,9 +101,15 @@ def test_a_wait_would_be_found(base: Config) -> None:
         made(rows.to(CUDA, non_blocking=True), 1e-3)
 
 
+RUNGS = ["model.qk_norm=true", "model.conv=4", "model.ngrams=3", "model.ngram_bits=10"]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "float32"])
-def test_replays_are_the_eager_steps_bit_for_bit(base: Config, precision: str, deterministic: None) -> None:
-    config = resolve(base, None, [f"train.precision={precision}"])
+@pytest.mark.parametrize("rungs", [[], RUNGS], ids=["plain", "every rung"])
+def test_replays_are_the_eager_steps_bit_for_bit(
+    base: Config, precision: str, rungs: list[str], deterministic: None
+) -> None:
+    config = resolve(base, None, [f"train.precision={precision}", *rungs])
     eager, expected = stepped(config, capture=False)
     captured, found = stepped(config, capture=True)
     assert captured.uncaptured == ""

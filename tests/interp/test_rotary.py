@@ -15,10 +15,10 @@ from bakeoff.ops.rotary.plain import eager
 from bakeoff.ops.rotary.reference import reference
 from bakeoff.ops.rotary.triton import rotary as candidate
 from bakeoff.select.contests.poison import Poison
+from tests.interp.rotary_inputs import FORMS, tensors
 
 # Unit roundoff of the result, times the two roundings of a float32 product sum.
 BOUND = {torch.float32: 3e-7, torch.float16: 6e-4}
-FORMS = ("dense", "fused", "head-major", "last strided")
 
 
 launched = candidate
@@ -39,21 +39,6 @@ def tiles_of(size):
 def tile(request, monkeypatch):
     """Production tiles, and tiny ones, so that every axis has more than one."""
     monkeypatch.setattr(f"{__name__}.launched", tiles_of(request.param))
-
-
-def tensors(B, T, H, HK, D, *, dtype=torch.float32, form="dense"):
-    """Leaves q and k in the given memory layout."""
-    if form == "fused":
-        qkv = torch.randn(B, T, (H + 2 * HK) * D).to(dtype)
-        q, k = qkv.split([H * D, HK * D, HK * D], -1)[:2]
-        q, k = q.unflatten(-1, (H, D)), k.unflatten(-1, (HK, D))
-    elif form == "head-major":
-        q, k = (torch.randn(B, n, T, D).to(dtype).transpose(1, 2) for n in (H, HK))
-    elif form == "last strided":
-        q, k = (torch.randn(B, T, D, n).to(dtype).transpose(2, 3) for n in (H, HK))
-    else:
-        q, k = (torch.randn(B, T, n, D).to(dtype) for n in (H, HK))
-    return q.detach().requires_grad_(), k.detach().requires_grad_()
 
 
 def exact(q, k, cos, sin, interleaved=False, position_ids=None, *, dq=None, dk=None):

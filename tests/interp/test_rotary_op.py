@@ -14,11 +14,15 @@ from bakeoff.ops.rotary.plain import eager
 from bakeoff.ops.rotary.reference import reference
 from bakeoff.ops.rotary.triton import rotary as candidate
 from bakeoff.ops.rotary.triton import rotate
-from bakeoff.select import Case, TensorMeta
+from bakeoff.select import TensorMeta
 from bakeoff.select.contests.verify import verify, yardsticks
-from bakeoff.select.declare.key import layout, with_layout
+from bakeoff.select.declare.key import layout
+from tests.interp.rotary_inputs import shrunk
 
+CASES = [case for case in OP.cases() if case.q_weight is None]
 FLOAT8 = torch.float8_e4m3fn
+PLAIN = (None,) * 4
+"""No weights, eps and offset."""
 
 
 def tensors(B, T, H, HK, D, form="dense"):
@@ -143,28 +147,7 @@ def test_what_triton_leaves_to_eager():
             rotary(q, k, cos.detach(), sin, impl=peer)
 
 
-def shrunk(case):
-    """The case on the CPU: few tokens and heads, the same head size, options and layout; fp16 for bf16."""
-    B, T, _, D = case.q.shape
-    B, T = min(B, 2), min(T, 5)
-
-    def dtype(meta):
-        return torch.float16 if meta.dtype == torch.bfloat16 else meta.dtype
-
-    def rows(meta):
-        shape = (B, T, min(meta.shape[2], 4), D)
-        narrow = TensorMeta(meta.shape, dtype(meta), meta.stride, meta.requires_grad)
-        if layout(meta, 2) != "other":
-            return with_layout(narrow, shape, 2)
-        return TensorMeta(shape, narrow.dtype, (shape[2] * T * D, D, T * D, 1), narrow.requires_grad)
-
-    table = TensorMeta.dense((T, case.cos.shape[1]), dtype(case.cos))
-    ids = case.position_ids and TensorMeta.dense((B, T), case.position_ids.dtype)
-    small = case.replace(q=rows(case.q), k=rows(case.k), cos=table, sin=table, position_ids=ids)
-    return Case(small.args, "cpu", case.name)
-
-
-@pytest.mark.parametrize("case", OP.cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_grid_passes_the_contest_verification(case):
     small = shrunk(case)
     OP.check(small)
@@ -175,7 +158,7 @@ def test_the_grid_passes_the_contest_verification(case):
     assert errors.rms < torch.finfo(small.q.dtype).eps
 
 
-@pytest.mark.parametrize("case", OP.cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_declaration_of_the_grid(case):
     OP.check(case)
     bucket = OP.bucket(case)
@@ -195,11 +178,11 @@ def test_declaration_of_the_grid(case):
 def test_bucket_of_rows_and_of_shared_ids():
     q, k = tensors(2, 100, 4, 2, 8)
     ids = torch.zeros(100, dtype=torch.int32)
-    bucket = OP.bucket(OP.case((q, k, *rotary_tables(300, 8), False, ids)))
+    bucket = OP.bucket(OP.case((q, k, *rotary_tables(300, 8), False, ids, *PLAIN)))
     assert (bucket.q.shape, bucket.k.shape) == ((2, 112, 4, 8), (2, 112, 2, 8))
     assert bucket.cos.shape == (320, 4)
     assert bucket.position_ids == TensorMeta.dense((2, 112), torch.int32)
-    without = OP.bucket(OP.case((q, k, *rotary_tables(300, 8), False, None)))
+    without = OP.bucket(OP.case((q, k, *rotary_tables(300, 8), False, None, *PLAIN)))
     assert without.cos.shape == (112, 4)
 
 
@@ -288,7 +271,7 @@ def test_variants_give_the_same_bits(some, interleaved):
     q, k = tensors(2, 37, 12, 4, 48)
     cos, sin = rotary_tables(37, 48 if interleaved else 20)
     dys = torch.randn_like(q), torch.randn_like(k)
-    assert candidate.variants(None) == {"forward": tilings(None)}
+    assert candidate.variants(CASES[0]) == {"forward": tilings(None)}
     assert candidate.bind("") is candidate
     names = [text({"forward": tiling}) for tiling in tilings(None)[some]]
     assert all(candidate.bind(name) is candidate.bind(name) for name in names)

@@ -19,6 +19,7 @@ SHAPES: dict[str, dict[str, object]] = {
     "minimum phase": {"filter": "minimum_phase"},
     "attention": {"attention_every": 2},
     "attention alone": {"attention_every": 1},
+    "normed attention": {"attention_every": 2, "qk_norm": True},
     "own head": {"tie": False},
 }
 EVERY = pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())

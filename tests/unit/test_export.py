@@ -22,7 +22,9 @@ from bakeoff.models import build, byte_spectral, llm_med, longnet, titan_mac
 from bakeoff.select import using
 
 MODELS: dict[str, Any] = {
-    "llm-med": llm_med.Config(d_model=16, layers=1, heads=2, max_seq_len=16),
+    "llm-med": llm_med.Config(
+        d_model=16, layers=1, heads=2, max_seq_len=16, qk_norm=True, conv=4, ngrams=3, ngram_bits=6
+    ),
     "byte-spectral": byte_spectral.Config(d_model=16, layers=1, max_seq_len=16),
     "titan-mac": titan_mac.Config(
         d_model=16, layers=1, heads=2, segment=8, chunk=8, persistent=2, max_seq_len=16
@@ -108,10 +110,12 @@ def test_what_can_not_be_exported_is_said_first(tmp_path: Path) -> None:
 
 
 KINDS: list[Any] = [
-    llm_med.Config(d_model=16, layers=1, heads=2, max_seq_len=16, tie=False),
+    llm_med.Config(
+        d_model=16, layers=1, heads=2, max_seq_len=16, tie=False, qk_norm=True, conv=4, ngrams=2, ngram_bits=6
+    ),
     longnet.Config(d_model=16, layers=1, heads=2, max_seq_len=16, segments=(8, 16), rates=(1, 2)),
     *(byte_spectral.Config(d_model=16, layers=1, filter=name) for name in ("poles", "taps", "minimum_phase")),
-    byte_spectral.Config(d_model=16, layers=2, attention_every=2),
+    byte_spectral.Config(d_model=16, layers=2, attention_every=2, qk_norm=True),
     *(
         titan_mac.Config(d_model=16, layers=1, heads=2, segment=8, chunk=8, variant=name)
         for name in ("mac", "mag", "lmm")

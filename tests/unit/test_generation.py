@@ -17,6 +17,9 @@ from bakeoff.models.generation import sample
 LONG = 37
 MIXING = {
     "attention": llm_med.Config(d_model=32, layers=2, heads=4, kv_heads=2, max_seq_len=40, logit_cap=5.0),
+    "every rung": llm_med.Config(
+        d_model=32, layers=2, heads=4, max_seq_len=40, qk_norm=True, conv=4, ngrams=5, ngram_bits=8
+    ),
     "poles": byte_spectral.Config(d_model=16, layers=2, heads=2, max_seq_len=40, window=9),
     "taps": byte_spectral.Config(
         d_model=16, layers=3, heads=2, max_seq_len=40, window=9, filter="taps", taps=7, attention_every=2

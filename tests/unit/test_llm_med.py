@@ -6,20 +6,27 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import bakeoff
 from bakeoff import models
 from bakeoff.models.generation import sample
-from bakeoff.models.llm_med import SIZES, Cache, Config, LLMMed
+from bakeoff.models.llm_med import SIZES, Cache, Config, LLMMed, NGrams
 from bakeoff.ops.rotary import rotary
 from tests.unit.language_models import check_blind_guess, check_loss, moved
 
 SMALL = {"d_model": 32, "layers": 2, "heads": 4, "max_seq_len": 24}
-SHAPES = {
+RUNGS = {"qk_norm": True, "conv": 4, "ngrams": 4, "ngram_bits": 8}
+SHAPES: dict[str, dict[str, object]] = {
     "plain": {},
     "shared keys": {"kv_heads": 2},
     "one key head": {"kv_heads": 1},
     "own head": {"tie": False},
     "capped": {"logit_cap": 5.0},
+    "normed": {"qk_norm": True, "kv_heads": 2},
+    "convolved": {"conv": 4},
+    "n-grams": {"ngrams": 3, "ngram_bits": 6},
+    "every rung": {**RUNGS, "logit_cap": 5.0},
 }
 
 
@@ -92,6 +99,55 @@ def test_decoding_in_pieces_equals_one_pass(changes: dict[str, object], pieces: 
         model.decode(ids[:, :1], cache)
 
 
+def test_the_leak_guard_lets_every_rung_pass_with_any_parameters() -> None:
+    bakeoff.assert_causal(perturbed(torch.float32, **SHAPES["every rung"]), length=20)
+
+
+def test_rungs_begin_as_the_model_without_them() -> None:
+    """But for normalised queries and keys: convolutions are the identity, n-grams add nothing."""
+    models = [LLMMed(Config(**SMALL)), LLMMed(Config(**SMALL, conv=4, ngrams=3))]  # type: ignore[arg-type]
+    missing = models[1].load_state_dict(models[0].state_dict(), strict=False)
+    assert {name.split(".")[-1] for name in missing.missing_keys} == {"short", "weight"}
+    assert missing.unexpected_keys == []
+    ids = torch.randint(256, (2, 9))
+    torch.testing.assert_close(models[1](ids)[0], models[0](ids)[0])
+
+
+def test_the_size_of_queries_and_keys_does_not_matter_once_they_are_normalised() -> None:
+    model = perturbed(qk_norm=True, norm_eps=0.0)
+    ids = torch.randint(256, (2, 12))
+    before = model(ids)[0]
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.qkv.weight[:64] *= 7.0  # queries and keys, four heads of eight each
+    torch.testing.assert_close(model(ids)[0], before)
+    with torch.no_grad():
+        model.blocks[0].attention.norm.q.mul_(2.0)
+    assert not torch.allclose(model(ids)[0], before)
+
+
+def test_n_grams_are_told_apart_by_their_symbols_alone() -> None:
+    """Equal n-grams have one row wherever they stand, others almost always others, of every length."""
+    config = Config(**SMALL, ngrams=3, ngram_bits=20)  # type: ignore[arg-type]
+    ngrams = NGrams(config)
+    text = torch.tensor([list(b"abcab?abc"), list(b"bac.cabac")])
+    rows = ngrams.rows(F.pad(text + 1, (2, 0)), 9)
+    for n, found in zip((2, 3), rows, strict=True):
+        seen: dict[bytes, int] = {}
+        for row, places in zip(text.tolist(), found.tolist(), strict=True):
+            padded = [256] * (n - 1) + row
+            for t, place in enumerate(places):
+                key = bytes(str(padded[t : t + n]), "ascii")
+                assert seen.setdefault(key, place) == place
+        assert len(set(seen.values())) == len(seen)
+        assert min(seen.values()) >= 0
+        assert max(seen.values()) < 2**20
+    every = torch.cartesian_prod(*[torch.arange(256)] * 2)
+    filled = NGrams(Config(**SMALL, ngrams=2, ngram_bits=12)).rows(every + 1, 1)[0].bincount(minlength=2**12)  # type: ignore[arg-type]
+    assert filled.min() > 0
+    assert filled.max() < 64, "65,536 bigrams fill 4,096 rows about evenly, 16 each"
+
+
 def test_generate_follows_the_likeliest_symbols_of_the_full_pass() -> None:
     model = perturbed()
     prompt = torch.randint(256, (2, 5), dtype=torch.uint8)
@@ -102,8 +158,9 @@ def test_generate_follows_the_likeliest_symbols_of_the_full_pass() -> None:
     assert torch.equal(logits[:, 4:].argmax(-1), text[:, 5:])
 
 
-def test_generate_past_the_window_reads_the_last_half() -> None:
-    model = perturbed()
+@pytest.mark.parametrize("changes", [{}, SHAPES["every rung"]])
+def test_generate_past_the_window_reads_the_last_half(changes: dict[str, object]) -> None:
+    model = perturbed(**changes)
     text = model.generate(torch.randint(256, (1, 20)), 40, temperature=0.0)
     assert text.shape == (1, 60)
     # Symbol 24 is drawn from a full window; the next from the last 12, which grow to 24 again, and so on.
@@ -167,8 +224,11 @@ def test_state_dict_round_trip_and_tied_head() -> None:
     assert "head.weight" in untied.state_dict()
 
 
-def test_every_parameter_learns() -> None:
-    model = perturbed(kv_heads=2, tie=False)
+@pytest.mark.parametrize("changes", [{"kv_heads": 2, "tie": False}, SHAPES["every rung"]])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_every_parameter_learns(changes: dict[str, object], fresh: bool) -> None:
+    """Also of a model that no step has changed, where what rungs add does nothing yet."""
+    model = LLMMed(Config(**{**SMALL, **changes})) if fresh else perturbed(**changes)  # type: ignore[arg-type]
     ids = torch.randint(256, (2, 12))
     model(ids, ids.roll(-1, 1))[1].backward()
     for name, parameter in model.named_parameters():
@@ -176,8 +236,9 @@ def test_every_parameter_learns() -> None:
         assert parameter.grad.abs().max() > 0, name
 
 
-def test_bf16_autocast_is_near_float32() -> None:
-    model = perturbed(torch.float32)
+@pytest.mark.parametrize("changes", [{}, SHAPES["every rung"]])
+def test_bf16_autocast_is_near_float32(changes: dict[str, object]) -> None:
+    model = perturbed(torch.float32, **changes)
     ids = torch.randint(256, (2, 16))
     exact = model(ids, ids.roll(-1, 1))[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -188,9 +249,10 @@ def test_bf16_autocast_is_near_float32() -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_compiles_as_one_graph() -> None:
+@pytest.mark.parametrize("changes", [{}, SHAPES["every rung"]])
+def test_compiles_as_one_graph(changes: dict[str, object]) -> None:
     """Traced and differentiated by torch.compile, with no code generator, which the CPU may lack."""
-    model = perturbed(torch.float32)
+    model = perturbed(torch.float32, **changes)
     ids = torch.randint(256, (2, 16))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     loss = compiled(ids, ids.roll(-1, 1))[1]
@@ -205,6 +267,10 @@ def test_flops_of_a_hand_counted_model() -> None:
     model = LLMMed(Config(d_model=8, layers=1, heads=2, kv_heads=1, d_ff=16, max_seq_len=4))
     weights = 8 * (2 + 1 + 1) * 4 + 8 * 8 + 8 * 32 + 16 * 8 + 256 * 8
     assert model.flops_per_token(4) == 6 * weights + 6 * 8 * 4
+    rungs = LLMMed(Config(**RUNGS, d_model=8, layers=1, heads=2, kv_heads=1, d_ff=16, max_seq_len=4))  # type: ignore[arg-type]
+    assert rungs.flops_per_token(4) == 6 * (weights + 8 * 4) + 6 * 8 * 4
+    added = sum(p.numel() for p in rungs.parameters()) - sum(p.numel() for p in model.parameters())
+    assert added == 2 * 4 + 8 * 4 + 3 * 2**8 * 8
 
 
 def test_sizes() -> None:
@@ -225,6 +291,11 @@ def test_sizes() -> None:
         ({"d_ff": -1}, "d_ff=-1"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"logit_cap": -1.0}, "logit_cap=-1.0"),
+        ({"conv": 1}, "conv=1 must be 2 to 8 taps, or 0"),
+        ({"conv": 9}, "conv=9 must be 2 to 8 taps"),
+        ({"ngrams": 1}, "ngrams=1 must be 2 to 16 symbols, or 0"),
+        ({"ngrams": -2}, "ngrams=-2"),
+        ({"ngram_bits": 0}, "ngram_bits=0 must be 1 to 24"),
     ],
 )
 def test_contradictory_configurations_name_the_fix(changes: dict[str, float], message: str) -> None:
@@ -244,6 +315,8 @@ def test_contradictory_configurations_name_the_fix(changes: dict[str, float], me
         ({"norm_eps": math.nan}, ValueError, "norm_eps=nan must be a finite number, not negative"),
         ({"logit_cap": math.inf}, ValueError, "logit_cap=inf must be a finite number"),
         ({"rope_base": 0.0}, ValueError, "rope_base=0 must be positive"),
+        ({"qk_norm": 1}, TypeError, "qk_norm=1 must be True or False"),
+        ({"conv": 4.0}, TypeError, "conv=4.0 must be an int"),
     ],
 )
 def test_a_value_of_another_type_is_refused(
@@ -348,8 +421,9 @@ def test_bad_targets_and_sampling_settings_name_the_fix() -> None:
         model.stream(ids, 1, seed=2**70)
 
 
-def test_a_cache_begun_in_inference_mode_goes_on_without() -> None:
-    model, ids = perturbed(), torch.randint(256, (2, 8))
+@pytest.mark.parametrize("changes", [{}, SHAPES["every rung"]])
+def test_a_cache_begun_in_inference_mode_goes_on_without(changes: dict[str, object]) -> None:
+    model, ids = perturbed(**changes), torch.randint(256, (2, 8))
     cache = model.make_cache()
     with torch.inference_mode():
         model.decode(ids[:, :4], cache)
@@ -362,7 +436,8 @@ def test_pieces_carry_the_gradients_of_the_whole() -> None:
         d_model=16, layers=2, heads=2, max_seq_len=24, poles=2, window=4, bins=3, attention_every=2
     )
     ids = torch.randint(256, (2, 8))
-    for model in (perturbed(), perturbed(kv_heads=2), models.build(attending).double()):
+    rungs = perturbed(**SHAPES["every rung"])
+    for model in (perturbed(), perturbed(kv_heads=2), rungs, models.build(attending).double()):
         parameters = list(model.parameters())
         cache = model.make_cache()
         pieces = torch.cat([model.decode(piece, cache) for piece in ids.split(3, dim=1)], dim=1)

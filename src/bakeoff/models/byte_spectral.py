@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from bakeoff.models.caching import DecodeCache, rows_at
 from bakeoff.models.checks import check_cache, check_fields, check_ids, check_kind, check_symbols
 from bakeoff.models.generation import Generates
-from bakeoff.nn import MLP, HasRotaryTables, KeyValues, RMSNorm, attend
+from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
 from bakeoff.nn.filters import MinimumPhase, Past, Poles, Taps, WholeRow
 from bakeoff.ops import byte_spectral, short_conv
 
@@ -70,6 +70,8 @@ class Config(
     """Every n-th block attends instead of filtering; 0: none does."""
     heads: int = 8
     """Of those blocks."""
+    qk_norm: bool = False
+    """Those blocks normalise each head of queries and keys, with learned scales (Henry et al. 2020)."""
     max_seq_len: int = 1024
     """The longest row of an encoder or a model with attention; of another, the length that filters are
     initialised for."""
@@ -110,6 +112,11 @@ class Config(
             raise ValueError(
                 f"bidirectional={self.bidirectional} and classes={self.classes}: an encoder needs both, a "
                 f"language model neither"
+            )
+        if self.qk_norm and not self.attention_every:
+            raise ValueError(
+                f"qk_norm=True and attention_every=0: no block attends, and there is nothing to normalise; "
+                f"use attention_every={self.layers}, or qk_norm=False"
             )
         if self.bidirectional and self.attention_every:
             raise ValueError("attention here is causal: attention_every must be 0 in a bidirectional model")
@@ -195,7 +202,9 @@ class Mixer(nn.Module):
         self.layer, self.head_dim = layer, config.head_dim
         self.qkv = nn.Linear(D, 3 * D, bias=False)
         self.short = nn.Parameter(torch.zeros(D, _SHORT))
-        self.filter = None if config.attends(layer) else _filter(config)
+        attends = config.attends(layer)
+        self.filter = None if attends else _filter(config)
+        self.norm = QKNorm(config.head_dim, config.norm_eps) if attends and config.qk_norm else None
         self.out = nn.Linear(D, D, bias=False)
         with torch.no_grad():
             self.short[:, 0] = 1.0  # at first x as it is
@@ -214,7 +223,8 @@ class Mixer(nn.Module):
             y = self.filter(k, v, q, past, f"{self.layer} filter")
         else:
             q, k, v = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q, k, v))
-            y = attend(q, k, v, cos, sin, None if cache is None else cache.attention, self.layer)
+            kept = None if cache is None else cache.attention
+            y = attend(q, k, v, cos, sin, kept, self.layer, self.norm)
         out: Tensor = self.out(y)
         return out
 

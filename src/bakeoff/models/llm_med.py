@@ -1,9 +1,10 @@
 """LLM-Med: a byte-level decoder of the usual kind, and the showcase of selection.
 
-Pre-norm blocks of attention (rotary positions, optional key/value sharing) and a gated MLP, tied head.
+Pre-norm blocks of attention (rotary positions, optional key/value sharing) and a gated MLP, tied head. On
+request what makes it a strong baseline: normalised queries and keys, a short convolution in front of them,
+embeddings of hashed n-grams.
 The residual stream travels as a pair (branch, residual): the sum of the two is formed inside the next
-RMSNorm, so that adding and normalising is one pass over memory. Every `rms_norm`, `rotary` and `swiglu` call
-goes through selection.
+RMSNorm, so that adding and normalising is one pass over memory. Every call of an op goes through selection.
 
 Shapes: B batch, T time, D d_model, H heads, K kv_heads, E = D / H, V vocab.
 """
@@ -19,11 +20,15 @@ from torch import Tensor, nn
 from bakeoff.models.caching import DecodeCache, rows_at
 from bakeoff.models.checks import check_cache, check_fields, check_ids, check_kind
 from bakeoff.models.generation import Generates
-from bakeoff.nn import MLP, HasRotaryTables, KeyValues, RMSNorm, attend
+from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
+from bakeoff.ops import short_conv
 
 __all__ = ["SIZES", "Cache", "Config", "LLMMed"]
 
 Size = Literal["tiny", "small", "base"]
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # Knuth's multiplicative hashing: 2^64 / golden ratio
+_MOST_TAPS = 8  # that `short_conv` takes
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"d_model": 128, "layers": 2, "heads": 4, "max_seq_len": 256},
@@ -53,6 +58,16 @@ class Config(
     """Probability of dropping an element of a branch's output while training."""
     logit_cap: float = 0.0
     """Logits become cap * tanh(logits / cap); 0 leaves them alone."""
+    qk_norm: bool = False
+    """Each head of queries and keys is normalised, with learned scales (Henry et al. 2020)."""
+    conv: int = 0
+    """Taps of a causal depthwise convolution in front of the projection to queries, keys and values; 0: none.
+    It starts as the identity (So et al. 2021 have one behind the projection)."""
+    ngrams: int = 0
+    """Length of the longest n-grams: embeddings of the last 2, 3, ... symbols, found by a hash, are added to
+    that of each symbol; they start at 0. 0: none (Pagnoni et al. 2024, section 3.2.1)."""
+    ngram_bits: int = 14
+    """Each length of n-gram has a table of 2^ngram_bits rows, which unlike n-grams may share."""
     tie: bool = True
     """The head uses the embedding's weight."""
 
@@ -73,6 +88,12 @@ class Config(
             raise ValueError(f"d_ff={self.d_ff} must not be negative (0 means 8/3 of d_model)")
         if self.dropout >= 1.0:
             raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        if self.conv < 0 or self.conv == 1 or self.conv > _MOST_TAPS:
+            raise ValueError(f"conv={self.conv} must be 2 to {_MOST_TAPS} taps, or 0 for no convolution")
+        if self.ngrams < 0 or self.ngrams == 1 or self.ngrams > 16:
+            raise ValueError(f"ngrams={self.ngrams} must be 2 to 16 symbols, or 0 for none")
+        if not 1 <= self.ngram_bits <= 24:
+            raise ValueError(f"ngram_bits={self.ngram_bits} must be 1 to 24: tables have 2^ngram_bits rows")
         if self.rope_base == 0.0:
             raise ValueError("rope_base=0 must be positive: the longest wavelength is about 2 pi rope_base")
 
@@ -97,17 +118,29 @@ class Config(
 
 
 class Cache(DecodeCache):
-    """What decoding remembers of an `LLMMed` of this shape: keys and values of up to `capacity` positions."""
+    """What decoding remembers of an `LLMMed` of this shape: keys and values of up to `capacity` positions,
+    the last inputs of each convolution, the last symbols."""
 
     def __init__(self, config: Config, capacity: int | None = None) -> None:
         super().__init__()
         self.config = config
         self.attention = KeyValues(config.layers, min(capacity or config.max_seq_len, config.max_seq_len))
+        self.inputs: dict[str, Tensor] = {}
+        """Of each layer's convolution, the last [B, conv - 1, D]."""
+        self.symbols: Tensor | None = None
+        """The last [B, ngrams - 1], as `NGrams` numbers them."""
 
     @property
     def rows(self) -> int | None:
         """How many rows it holds; None while it is empty."""
         return self.attention.rows
+
+    def state(self) -> dict[str, Tensor]:
+        return {**self.inputs, **({} if self.symbols is None else {"symbols": self.symbols})}
+
+    def put(self, state: dict[str, Tensor]) -> None:
+        self.inputs = {name: tensor for name, tensor in state.items() if name != "symbols"}
+        self.symbols = state.get("symbols")
 
     def buffers(self) -> list[Tensor]:
         return self.attention.tensors()
@@ -119,6 +152,44 @@ class Cache(DecodeCache):
         self.attention.begin_step()
 
 
+class NGrams(nn.Module):
+    """The sum of the embeddings of the n-grams that end in each symbol, n = 2 to `config.ngrams`, by hash.
+
+    Before the first symbol of a row stands one that is no symbol, so that n-grams reach back over it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.bits, self.before = config.ngram_bits, config.ngrams - 1
+        self.tables = nn.ModuleList(
+            nn.Embedding(1 << config.ngram_bits, config.d_model) for _ in range(self.before)
+        )
+
+    def forward(self, ids: Tensor, cache: Cache | None) -> Tensor:
+        """ids [B, T] int64; returns [B, T, D]."""
+        T = ids.shape[1]
+        held = None if cache is None else cache.symbols
+        ids = ids + 1  # 0 is the symbol before the first
+        whole = F.pad(ids, (self.before, 0)) if held is None else torch.cat([held, ids], dim=1)
+        if cache is not None:
+            cache.symbols = whole[:, T:].clone()  # a view would keep all of it
+        total: Tensor | None = None
+        for table, rows in zip(self.tables, self.rows(whole, T), strict=True):
+            embedded = table(rows)
+            total = embedded if total is None else total + embedded
+        assert total is not None
+        return total
+
+    def rows(self, whole: Tensor, T: int) -> list[Tensor]:
+        """The rows [B, T] of each table for the last T of `whole` [B, T + ngrams - 1]."""
+        found, key = [], whole[:, self.before :]
+        for n in range(1, self.before + 1):
+            key = key * _ODD + whole[:, self.before - n : self.before - n + T]  # modulo 2^64
+            mixed = (key ^ (key >> 32)) * _ODD  # by a product alone, some rows would be empty
+            found.append((mixed >> (64 - self.bits)) & ((1 << self.bits) - 1))
+        return found
+
+
 class Attention(nn.Module):
     """Causal attention with rotary positions; keys and values shared by groups of heads."""
 
@@ -128,13 +199,20 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = config.heads, config.n_kv_heads, config.head_dim
         self.qkv = nn.Linear(config.d_model, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.norm = QKNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.short = nn.Parameter(torch.zeros(config.d_model, config.conv)) if config.conv else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
+        if self.short is not None:
+            place = f"inputs {self.layer}"
+            x, inputs = short_conv(x, self.short, state=None if cache is None else cache.inputs.get(place))
+            if cache is not None:
+                cache.inputs[place] = inputs
         heads = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         held = None if cache is None else cache.attention
-        out: Tensor = self.out(attend(q, k, v, cos, sin, held, self.layer))
+        out: Tensor = self.out(attend(q, k, v, cos, sin, held, self.layer, self.norm))
         return out
 
 
@@ -177,6 +255,7 @@ class LLMMed(Generates, HasRotaryTables):
         check_kind("config", config, Config)
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.d_model)
+        self.ngrams = NGrams(config) if config.ngrams else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
@@ -186,9 +265,14 @@ class LLMMed(Generates, HasRotaryTables):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Normal weights of deviation 0.02; the projections that end a branch are divided by
-        sqrt(2 * layers), so that the stream's variance does not grow with depth (Radford et al. 2019)."""
+        sqrt(2 * layers), so that the stream's variance does not grow with depth (Radford et al. 2019). What a
+        rung adds begins as nothing: scales of 1, a convolution by 1, n-grams of 0."""
         for name, parameter in self.named_parameters():
-            if parameter.ndim >= 2:
+            if name.endswith("attention.short"):
+                nn.init.zeros_(parameter)[:, -1] = 1.0  # the tap of the present input
+            elif name.startswith("ngrams."):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim >= 2:
                 ends_branch = name.endswith(("attention.out.weight", "mlp.down.weight"))
                 nn.init.normal_(parameter, std=0.02 * (2 * self.config.layers) ** (-0.5 * ends_branch))
             else:
@@ -249,6 +333,8 @@ class LLMMed(Generates, HasRotaryTables):
     def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:
         cos, sin = (rows_at(table, ids.shape[1], cache) for table in (self.cos, self.sin))
         x, residual = self.embed(ids.long()), None
+        if self.ngrams is not None:
+            x = x + self.ngrams(ids.long(), cache)
         for block in self.blocks:
             x, residual = block(x, residual, cos, sin, cache)
         x, _ = self.norm(x, residual)
@@ -260,10 +346,12 @@ class LLMMed(Generates, HasRotaryTables):
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations of forward and backward per symbol, in rows of `length` symbols.
 
-        6 per weight of a matrix product, and 6 * layers * d_model * length for causal attention.
+        6 per weight of a matrix product or a convolution, and 6 * layers * d_model * length for causal
+        attention.
         """
         products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         products += self.embed.weight.numel() if self.head is None else 0
+        products += self.config.layers * self.config.d_model * self.config.conv
         return 6 * products + 6 * self.config.layers * self.config.d_model * length
 
     def make_cache(self, capacity: int | None = None) -> Cache:

@@ -1,6 +1,6 @@
 """Thin modules over the ops."""
 
-from bakeoff.nn.attention import KeyValues, attend, attend_one
+from bakeoff.nn.attention import KeyValues, QKNorm, attend, attend_one
 from bakeoff.nn.memory_state import NeuralMemoryState
 from bakeoff.nn.mlp import MLP
 from bakeoff.nn.neural_memory import NeuralMemory
@@ -13,6 +13,7 @@ __all__ = [
     "KeyValues",
     "NeuralMemory",
     "NeuralMemoryState",
+    "QKNorm",
     "RMSNorm",
     "attend",
     "attend_one",

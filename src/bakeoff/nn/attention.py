@@ -6,12 +6,12 @@ Shapes: B batch, T time, H heads, K key/value heads, E the width of a head, N ke
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bakeoff.ops.attention import attention
 from bakeoff.ops.rotary import rotary
 
-__all__ = ["KeyValues", "attend", "attend_one"]
+__all__ = ["KeyValues", "QKNorm", "attend", "attend_one"]
 
 
 class KeyValues:
@@ -78,12 +78,27 @@ class KeyValues:
         return held[0][:, :, :end], held[1][:, :, :end]
 
 
+class QKNorm(nn.Module):
+    """The weights [E] by which heads of queries and of keys are scaled once they are normalised; they start
+    at 1."""
+
+    def __init__(self, head_dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.q = nn.Parameter(torch.ones(head_dim))
+        self.k = nn.Parameter(torch.ones(head_dim))
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KeyValues | None, layer: int
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KeyValues | None, layer: int,
+    norm: QKNorm | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention [B, T, H E] of q [B, T, H, E] to k, v [B, T, K, E] and to what `cache` holds of this
-    layer; cos, sin [T, E/2] of these positions."""
-    q, k = rotary(q, k, cos, sin)
+    layer; cos, sin [T, E/2] of these positions. With a `norm`, heads of q and k are normalised first."""
+    if norm is None:
+        q, k = rotary(q, k, cos, sin)
+    else:
+        q, k = rotary(q, k, cos, sin, q_weight=norm.q, k_weight=norm.k, eps=norm.eps)
     lengths = None
     if cache is not None:
         k, v = (x.transpose(1, 2) for x in cache.extend(layer, k.transpose(1, 2), v.transpose(1, 2)))

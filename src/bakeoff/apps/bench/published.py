@@ -93,6 +93,7 @@ def benchmark_rotary(
         "sin": table,
         "interleaved": False,
         "position_ids": None,
+        **dict.fromkeys(("q_weight", "k_weight", "eps", "offset")),
     }
     return _result(_contest("rotary", arguments, device, regime, budget_s), device)
 

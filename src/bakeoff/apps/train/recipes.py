@@ -32,6 +32,14 @@ def llm_med_small() -> Config:
     )
 
 
+def llm_med_strong() -> Config:
+    """As llm-med, with QK-norm and a convolution of 4 taps in front of attention's projections: the baseline
+    that another model has to beat."""
+    base = llm_med_small()
+    model = llm_med.Config.sizes("small", qk_norm=True, conv=4)
+    return msgspec.structs.replace(base, recipe="llm-med-strong", model=model)
+
+
 def llm_med_base() -> Config:
     """d_model 768, 12 layers, rows of 2048 bytes; a GPU's afternoon."""
     return Config(
@@ -91,6 +99,7 @@ def longnet_small() -> Config:
 RECIPES: dict[str, Callable[[], Config]] = {
     "llm-med": llm_med_small,
     "llm-med-tiny": llm_med_tiny,
+    "llm-med-strong": llm_med_strong,
     "llm-med-base": llm_med_base,
     "byte-spectral": byte_spectral_small,
     "byte-spectral-tiny": byte_spectral_tiny,

@@ -2,6 +2,7 @@
 
 import os
 from math import prod
+from typing import Any
 
 import torch
 
@@ -9,7 +10,7 @@ from bakeoff.kernels.counter import launches
 from bakeoff.ops.rotary import peers, plain
 from bakeoff.ops.rotary.reference import reference, rotary_tables
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
-from bakeoff.select.declare.arguments import INTEGER, Arguments, Flag, Tensor
+from bakeoff.select.declare.arguments import INTEGER, Arguments, Flag, Number, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import layout, round_rows, with_layout
 
@@ -17,10 +18,12 @@ __all__ = ["OP"]
 
 _NATIVE = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_HEAD = 16384  # a wider head would not fit one program's registers
+_MOST_NORMED_HEAD = 4096  # nor would one that is normalised, with all that its backward holds
 
 
 def relations(case: Case) -> None:
-    """Raises ValueError where tables and positions don't fit q and k."""
+    """Raises ValueError where tables and positions don't fit q and k, or half of a normalisation is given."""
+    _norm_relations(case)
     B, T, _, D = case.q.shape
     rows, half = case.cos.shape
     if half > D // 2:
@@ -45,6 +48,20 @@ def relations(case: Case) -> None:
         raise ValueError("rotary: cos has no rows, so no position_ids can be in it")
 
 
+def _norm_relations(case: Case) -> None:
+    given = [name for name in ("q_weight", "k_weight") if case.args[name] is not None]
+    if len(given) == 1:
+        (missing,) = {"q_weight", "k_weight"} - {*given}
+        raise ValueError(
+            f"rotary: {given[0]} is given and {missing} is None: pass both, which normalise q and k, or "
+            f"neither (torch.ones(D) scales by 1)"
+        )
+    if not given and case.offset:
+        raise ValueError(f"rotary: offset={case.offset} is added to weights, and there are none; pass both")
+    if given and (case.eps is None or case.offset is None):
+        raise ValueError("rotary: eps and offset must be numbers where q_weight and k_weight are given")
+
+
 check = Arguments(
     "rotary",
     {
@@ -54,6 +71,10 @@ check = Arguments(
         "sin": Tensor("as cos", dtype_of="cos"),
         "interleaved": Flag(),
         "position_ids": Tensor("...", INTEGER, optional=True),
+        "q_weight": Tensor("D", optional=True),
+        "k_weight": Tensor("D", optional=True),
+        "eps": Number(least=0, optional=True),
+        "offset": Number(optional=True),
     },
     relations,
 )
@@ -63,19 +84,25 @@ def bucket(case: Case) -> Case:
     """Rounds B, T and the tables' length; makes q and k dense, cut from a fused projection, or head-major.
 
     `position_ids` of one row stand for equal rows: their cost differs by 8 bytes a token, and every q and k
-    item then has its own row.
+    item then has its own row. Without weights there is no eps either.
     """
     B, T, H, D = case.q.shape
     B, T = round_rows(B), round_rows(T)
     ids = case.position_ids
     rows = T if ids is None else max(T, round_rows(case.cos.shape[0]))
     half = case.cos.shape[1]
+    norm: dict[str, Any] = dict.fromkeys(("q_weight", "k_weight", "eps", "offset"))
+    if case.q_weight is not None:
+        norm = {
+            name: with_layout(case.args[name], case.args[name].shape) for name in ("q_weight", "k_weight")
+        }
     return case.replace(
         q=_canonical(case.q, (B, T, H, D)),
         k=_canonical(case.k, (B, T, case.k.shape[2], D)),
         cos=with_layout(case.cos, (rows, half)),
         sin=with_layout(case.sin, (rows, half)),
         position_ids=None if ids is None else TensorMeta.dense((B, T), ids.dtype),
+        **norm,
     )
 
 
@@ -92,20 +119,32 @@ def _head_major(shape: tuple[int, ...], dtype: torch.dtype, grad: bool) -> Tenso
 
 
 def cost(case: Case) -> Cost:
-    """Read and write q and k, read the table rows in use once; 3 FLOPs a rotated element."""
-    B, T, H, _ = case.q.shape
+    """Read and write q and k, read the table rows in use once; 3 FLOPs a rotated element. Normalising adds 4
+    an element; its backward reads q and k again, and adds 3 for a weight's gradient, 8 for an input's."""
+    B, T = case.q.shape[:2]
     ids = case.position_ids
     rows = T if ids is None else min(case.cos.shape[0], prod(ids.shape))
     tables = 2 * rows * case.cos.shape[1] * case.cos.dtype.itemsize + (ids.nbytes if ids else 0)
-    flops = 6 * case.cos.shape[1] * B * T
-    total = Cost(2 * (case.q.nbytes + case.k.nbytes) + tables, flops * (H + case.k.shape[2]))
-    back = [meta for meta in (case.q, case.k) if meta.requires_grad]
-    if not back:
-        return total
-    return Cost(
-        total.bytes + sum(2 * meta.nbytes for meta in back) + tables,
-        total.flops + sum(flops * meta.shape[2] for meta in back),
-    )
+    turning = 6 * case.cos.shape[1] * B * T
+    bytes_, flops, back_bytes, back_flops = tables, 0, 0, 0
+    for x, weight in ((case.q, case.q_weight), (case.k, case.k_weight)):
+        bytes_ += 2 * x.nbytes
+        flops += turning * x.shape[2]
+        if weight is not None:
+            bytes_ += weight.nbytes
+            flops += 4 * x.numel
+            if x.requires_grad or weight.requires_grad:
+                back_bytes += 2 * x.nbytes + weight.nbytes * (1 + weight.requires_grad)
+                back_flops += turning * x.shape[2] + (3 * weight.requires_grad + 3) * x.numel
+            if x.requires_grad:
+                back_bytes += x.nbytes
+                back_flops += 5 * x.numel
+        elif x.requires_grad:
+            back_bytes += 2 * x.nbytes
+            back_flops += turning * x.shape[2]
+    if not back_bytes:
+        return Cost(bytes_, flops)
+    return Cost(bytes_ + back_bytes + tables, flops + back_flops)
 
 
 def cases() -> list[Case]:
@@ -128,6 +167,25 @@ def cases() -> list[Case]:
         _case("head-major", 4, 2048, 16, 16, 128, bf16, form="other"),
         _case("narrow tables", 4, 2048, 16, 16, 128, bf16, table=bf16),
         _case("odd", 3, 1001, 5, 3, 45, bf16, rotated=30),
+        *_normed_cases(),
+    ]
+
+
+def _normed_cases() -> list[Case]:
+    """With QK-norm: the models of this package and one as Llama's, then every option once."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    return [
+        _case("normed llm-med", 48, 512, 8, 8, 48, bf16, form="strided", weight=fp32),
+        _case("normed base", 32, 1024, 12, 12, 64, bf16, form="strided", weight=fp32),
+        _case("normed grouped", 4, 4096, 32, 8, 128, bf16, weight=bf16),
+        _case("normed token", 64, 1, 32, 8, 128, bf16, ids=True, grad=False, weight=bf16),
+        _case("normed offset", 8, 1024, 16, 16, 64, fp16, weight=fp16, offset=1.0),
+        _case("normed single", 8, 1024, 16, 16, 64, fp32, weight=fp32),
+        _case("normed partial", 4, 2048, 32, 8, 128, bf16, rotated=32, weight=bf16),
+        _case("normed interleaved", 4, 2048, 16, 16, 128, bf16, interleaved=True, weight=bf16),
+        _case("normed packed", 4, 2048, 32, 8, 128, bf16, ids=True, weight=bf16),
+        _case("normed head-major", 4, 2048, 16, 16, 128, bf16, form="other", weight=bf16),
+        _case("normed odd", 3, 1001, 5, 3, 45, bf16, rotated=30, weight=bf16),
     ]
 
 
@@ -146,7 +204,10 @@ def _case(
     form: str = "dense",
     table: torch.dtype = torch.float32,
     grad: bool = True,
+    weight: torch.dtype | None = None,
+    offset: float = 0.0,
 ) -> Case:
+    scale = None if weight is None else TensorMeta.dense((D,), weight, grad=grad)
     half = (rotated or D) // 2
     if form == "strided":  # [q | k | v] of one projection
         step = (H + 2 * HK) * D
@@ -163,6 +224,10 @@ def _case(
             "sin": TensorMeta.dense((T, half), table),
             "interleaved": interleaved,
             "position_ids": TensorMeta.dense((B, T), torch.int64) if ids else None,
+            "q_weight": scale,
+            "k_weight": scale,
+            "eps": None if weight is None else 1e-6,
+            "offset": None if weight is None else offset,
         },
         "cuda",
         name,
@@ -199,8 +264,12 @@ def _triton_cannot(case: Case) -> str | None:
         return "computes in float32, not in float64"
     if _tables_want_grad(case):
         return "gradient of cos and sin"
-    if case.q.shape[-1] > _MOST_HEAD:
-        return f"head dimension over {_MOST_HEAD}"
+    most = _MOST_HEAD if case.q_weight is None else _MOST_NORMED_HEAD
+    if case.q.shape[-1] > most:
+        return f"head dimension over {most}"
+    weights = [meta for meta in (case.q_weight, case.k_weight) if meta is not None]
+    if any(meta.dtype not in _NATIVE for meta in weights):
+        return "computes in float32: takes float16, bfloat16 and float32 weights"
     return None
 
 
@@ -211,6 +280,8 @@ def _peer_cannot(case: Case) -> str | None:
         return "no float64"
     if _tables_want_grad(case):
         return "gradient of cos and sin"
+    if case.q_weight is not None:
+        return "normalises no heads"
     if case.position_ids is not None:
         return "takes no position_ids"
     if 0 in case.q.shape or 0 in case.k.shape:
@@ -276,7 +347,7 @@ OP = Op(
     cost=cost,
     cases=cases,
     heuristic=heuristic,
-    features={"q": 2, "k": 2, "cos": 1, "sin": 1, "position_ids": 0},
+    features={"q": 2, "k": 2, "cos": 1, "sin": 1, "position_ids": 0, "q_weight": 1, "k_weight": 1},
     batched=frozenset({"q", "k", "position_ids"}),
     draw=draw,
 )

@@ -1,5 +1,8 @@
 """Third-party rotary embeddings behind the op's signature. What the adaptation costs counts as theirs.
 
+None of them normalises heads in the same pass; QuACK does in the epilogue of the projection, which is another
+op.
+
 Written against liger-kernel 0.8.5, quack-kernels 0.6.5 and fla-core 0.6.0.
 """
 
@@ -48,7 +51,7 @@ def liger(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 
 
 def quack(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, _: None
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, *_: object
 ) -> Pair:
     """QuACK (CuTe DSL): one launch for q, one for k."""
     from quack.rotary import apply_rotary_emb
@@ -57,7 +60,7 @@ def quack(
 
 
 def fla(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, _: None
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, *_: object
 ) -> Pair:
     """flash-linear-attention: one launch for q, one for k."""
     from fla.modules.rotary import rotary_embedding

@@ -1,6 +1,7 @@
 """PyTorch's own `rotary`: the ``eager`` and ``compiled`` candidates."""
 
 import torch
+import torch.nn.functional as F
 
 from bakeoff.ops.rotary.reference import reference, table_rows
 from bakeoff.select.declare.compiled import compiled as compile_formula
@@ -15,18 +16,35 @@ def eager(
     sin: torch.Tensor,
     interleaved: bool,
     position_ids: torch.Tensor | None,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain PyTorch: a rotation is a complex product, which takes three kernels a tensor instead of nine.
+    """Plain PyTorch: a rotation is a complex product, which takes three kernels a tensor instead of nine;
+    heads are normalised by F.rms_norm.
 
     Inside torch.compile it is the reference instead: Inductor fuses that, but no complex numbers.
     """
     if torch.compiler.is_compiling():
-        return reference(q, k, cos, sin, interleaved, position_ids)
+        return reference(q, k, cos, sin, interleaved, position_ids, q_weight, k_weight, eps, offset)
+    if q_weight is not None and k_weight is not None:
+        normed = _normed(q, q_weight, eps, offset), _normed(k, k_weight, eps, offset)
+        turned = eager(*normed, cos, sin, interleaved, position_ids)
+        return turned[0].to(q.dtype), turned[1].to(k.dtype)
     wide = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), torch.float32)
     turn = torch.complex(
         table_rows(cos, q.shape[1], position_ids).to(wide), table_rows(sin, q.shape[1], position_ids).to(wide)
     )
     return _turned(q, turn, interleaved), _turned(k, turn, interleaved)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """Each head normalised and scaled: as it is where the dtypes agree, else on float32 copies."""
+    if x.dtype == weight.dtype and not offset:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide) + offset, eps)
 
 
 def _turned(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> torch.Tensor:

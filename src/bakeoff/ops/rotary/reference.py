@@ -15,15 +15,31 @@ def reference(
     sin: torch.Tensor,
     interleaved: bool = False,
     position_ids: torch.Tensor | None = None,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The pair (a, b) of each head, at its position, becomes (a cos - b sin, b cos + a sin).
 
-    Shapes and dtypes as in `bakeoff.ops.rotary`. Computed in the widest of the arguments' dtypes, at least
-    float32, and cast once.
+    With weights, each head x is x / sqrt(mean(x^2) + eps) * (offset + weight) first. Shapes and dtypes as in
+    `bakeoff.ops.rotary`. Computed in the widest of the arguments' dtypes, at least float32, and cast once.
     """
     c = table_rows(cos, q.shape[1], position_ids)
     s = table_rows(sin, q.shape[1], position_ids)
-    return _rotated(q, c, s, interleaved), _rotated(k, c, s, interleaved)
+    if q_weight is None or k_weight is None:
+        return _rotated(q, c, s, interleaved), _rotated(k, c, s, interleaved)
+    return (
+        _rotated(_normed(q, q_weight, eps, offset), c, s, interleaved).to(q.dtype),
+        _rotated(_normed(k, k_weight, eps, offset), c, s, interleaved).to(k.dtype),
+    )
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """Each head normalised and scaled, in float32 or wider."""
+    wide = x.to(torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32))
+    scale = offset + weight.to(wide.dtype)
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * scale
 
 
 def table_rows(table: torch.Tensor, length: int, position_ids: torch.Tensor | None) -> torch.Tensor:

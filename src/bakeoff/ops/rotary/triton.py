@@ -1,4 +1,4 @@
-"""The ``triton`` candidate of rotary: what its kernel is launched on."""
+"""The ``triton`` candidate of rotary: what its kernel is launched on, and the candidate of both forms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +13,7 @@ from bakeoff.kernels.variants import Tiling as AnyTiling
 from bakeoff.kernels.variants import Tilings
 from bakeoff.ops.rotary import kernels
 from bakeoff.ops.rotary.kernels import Tiling, dense_strides, is_head_major, launch, tilings
+from bakeoff.ops.rotary.normed.triton import normalize_rotate
 
 __all__ = ["Rotary", "rotary", "rotate"]
 
@@ -94,30 +95,42 @@ Gradients are launched as the forward is."""
 
 
 class Rotary:
-    """The candidate: results lie in the order of time and heads in which the arguments do."""
+    """The candidate: results lie in the order of time and heads in which the arguments do. With weights it is
+    another op than without, launched by its own tilings."""
 
-    def __init__(self, op: KernelOp) -> None:
-        self.op = op
+    def __init__(self, rotate: KernelOp, normalize_rotate: KernelOp) -> None:
+        self.rotate, self.normalize_rotate = rotate, normalize_rotate
         self._bound: dict[str, Rotary] = {"": self}
 
     def __call__(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, position_ids: Tensor | None
-    ) -> Pair:
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, position_ids: Tensor | None,
+        q_weight: Tensor | None = None, k_weight: Tensor | None = None, eps: float = 1e-6,
+        offset: float = 0.0,
+    ) -> Pair:  # fmt: skip
         """(q', k') for float16, bfloat16 and float32."""
-        turned: Pair = self.op(
-            q, k, cos, sin, interleaved, position_ids, False, is_head_major(q), is_head_major(k)
-        )
+        turned: Pair
+        if q_weight is None:
+            turned = self.rotate(
+                q, k, cos, sin, interleaved, position_ids, False, is_head_major(q), is_head_major(k)
+            )
+        else:
+            turned = self.normalize_rotate(
+                q, k, cos, sin, interleaved, position_ids, q_weight, k_weight, eps, offset,
+                is_head_major(q), is_head_major(k),
+            )  # fmt: skip
         return turned
 
     def variants(self, case: Any) -> dict[str, Sequence[AnyTiling]]:
-        """The tilings that the kernel may be launched with for a case, the default first."""
-        return self.op.variants(case)
+        """The tilings that each direction may be launched with for a case, the default first."""
+        return (self.rotate if case.q_weight is None else self.normalize_rotate).variants(case)
 
     def bind(self, text: str) -> "Rotary":
-        """The candidate with the variant that `text` names."""
+        """The candidate with the variant that `text` names; one with a backward of its own is of the form
+        with weights."""
         if text not in self._bound:
-            self._bound[text] = Rotary(self.op.bind(text))
+            plain = self.rotate if "backward(" in text else self.rotate.bind(text)
+            self._bound[text] = Rotary(plain, self.normalize_rotate.bind(text))
         return self._bound[text]
 
 
-rotary = Rotary(rotate)
+rotary = Rotary(rotate, normalize_rotate)
