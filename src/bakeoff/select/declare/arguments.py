@@ -177,9 +177,13 @@ class Number(Rule):
 
     least: float = -math.inf
     below: float = math.inf
+    optional: bool = False
+    """Whether it may be None."""
 
     def check(self, op: str, name: str, case: Case, sizes: Sizes) -> None:
         value = case.args[name]
+        if value is None and self.optional:
+            return
         if not isinstance(value, int | float) or not abs(value) < math.inf:
             raise ValueError(f"{op}: {name} must be a finite number, got {case.said(name)}")
         if value < self.least:
