@@ -56,11 +56,11 @@ def rows(
 ) -> None:
     """See `bakeoff.ops.linear_cross_entropy.chunks.Method`."""
     del tiling
-    smoothing, capped = terms.label_smoothing, None
+    smoothing, uncapped = terms.label_smoothing, None
     shifted = logits.to(losses.dtype, copy=True)
     if terms.softcap:
-        capped = shifted.div_(terms.softcap).tanh_()
-        shifted = capped * terms.softcap
+        uncapped = shifted.div_(terms.softcap)
+        shifted = torch.tanh(uncapped) * terms.softcap
     counted = target != terms.ignore_index
     classes = target.long().masked_fill(~counted, 0)[:, None]
     most = shifted.amax(1, keepdim=True)
@@ -83,8 +83,8 @@ def rows(
     if smoothing:
         p.sub_(smoothing / p.shape[1])
     p.scatter_(1, classes, p.gather(1, classes) - (1 - smoothing))
-    if capped is not None:
-        p.mul_(1 - capped.square_())
+    if uncapped is not None:  # 1 - tanh^2 would have no digits left of large logits
+        p.div_(uncapped.cosh_().square_())
     logits.copy_(p.mul_(scale[:, None]).masked_fill_(~counted[:, None], 0))
 
 

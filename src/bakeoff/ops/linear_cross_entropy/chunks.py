@@ -55,7 +55,7 @@ def default_rows(N: int, V: int, itemsize: int, budget: int) -> int:
     rows = max(budget // row, min(-(-N // MOST_SUMS), _LARGE * budget // row), 1)
     chunks = max(-(-N // rows), 1)
     even = -(-N // chunks)
-    return max(min(-(-even // _PADDED) * _PADDED, rows), 1)
+    return max(min(-(-even // _PADDED) * _PADDED, rows, N), 1)
 
 
 def sums_are_wide(N: int, V: int, D: int, rows: int, dtype: torch.dtype) -> bool:
@@ -99,10 +99,11 @@ def keeps(
     want_weight: bool,
     want_bias: bool,
 ) -> tuple[Tensor, ...]:
-    """Room for the gradients that are wanted, as they are for a dloss of 1 but for `factor`.
+    """Room for the gradients that are wanted, of the sum of losses, and for `factor`, what the mean makes of it.
 
-    In float16, whose range is short, `factor` holds the division by the number of targets, and the weight's
-    gradient is a sum over rows that needs float32.
+    The division comes last because 16 bits would round it alike for all targets: 1 - p of a class that is
+    hardly expected is nearly a power of two, and 1 / count is not. Float16 has no room for p / count either,
+    and sums over rows in it need the range of float32.
     """
     del target, ignore_index, label_smoothing, z_loss, softcap
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -249,13 +250,10 @@ def _forward(
     N = target.numel()
     count = (target != terms.ignore_index).sum().clamp_(min=1).to(loss.dtype)
     one = torch.ones_like(count)
-    share = one / count if reduction == "mean" else one
-    late = x.dtype == torch.float16
     if factor is not None:
-        factor.copy_(share if late else one)
+        factor.copy_(one / count if reduction == "mean" else one)
     losses = loss.view(-1) if reduction == "none" else loss.new_empty(N)
-    scale = (one if late else share).expand(N)
-    _run(method, tiling, terms, x, weight, target, bias, losses, scale, of_x, of_weight, of_bias)
+    _run(method, tiling, terms, x, weight, target, bias, losses, one.expand(N), of_x, of_weight, of_bias)
     if reduction == "sum":
         torch.sum(losses, 0, out=loss)
     elif reduction == "mean":

@@ -42,8 +42,8 @@ def _rows(
         at = tl.load(logits + t, mask=known, other=float("nan")).to(tl.float32)
         first = tl.load(logits).to(tl.float32)
         if CAP:
-            at = _tanh(at / softcap) * softcap
-            first = _tanh(first / softcap) * softcap
+            at = _tanh(at / softcap)[0] * softcap
+            first = _tanh(first / softcap)[0] * softcap
         if V <= BLOCK:
             cols = tl.arange(0, BLOCK)
             value, slope = _read(logits, cols, softcap, V, CAP)
@@ -101,8 +101,7 @@ def _read(logits, cols, softcap, V: tl.constexpr, CAP: tl.constexpr):
     value = tl.load(logits + cols, mask=cols < _padded(V), other=0.0).to(tl.float32)
     slope = value
     if CAP:
-        value = _tanh(value / softcap)
-        slope = 1.0 - value * value
+        value, slope = _tanh(value / softcap)
         value *= softcap
     return tl.where(cols < V, value, float("-inf")), slope
 
@@ -131,12 +130,13 @@ def _finite(x):
 
 @triton.jit
 def _tanh(x):
-    # By a series near 0, where the other form has no digits left.
+    # tanh and its slope. Near 0 by a series, as the other form has no digits left there; of large x the slope
+    # has more than 1 - tanh^2 leaves.
     y = tl.minimum(x * x, 1.0)
     near = x * (1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835 - y * (1382 / 155925))))))
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
-    return tl.where(y < 0.0625, near, tl.where(x < 0, -far, far))
+    return tl.where(y < 0.0625, near, tl.where(x < 0, -far, far)), 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit(do_not_specialize=["N"])
