@@ -99,11 +99,11 @@ def keeps(
     want_weight: bool,
     want_bias: bool,
 ) -> tuple[Tensor, ...]:
-    """Room for the gradients that are wanted, of the sum of losses, and for `factor`, what the mean makes of it.
+    """Room for the gradients of the sum of losses, where they are wanted, and for the `factor` of a mean.
 
-    The division comes last because 16 bits would round it alike for all targets: 1 - p of a class that is
-    hardly expected is nearly a power of two, and 1 / count is not. Float16 has no room for p / count either,
-    and sums over rows in it need the range of float32.
+    It is left for the end because 16 bits would round it alike for all targets: 1 - p of a class that is
+    hardly expected is nearly a power of two, and 1 / count is none. Float16 has no room for p / count either,
+    and its sums over rows need the range of float32.
     """
     del target, ignore_index, label_smoothing, z_loss, softcap
     wide = torch.promote_types(x.dtype, torch.float32)
