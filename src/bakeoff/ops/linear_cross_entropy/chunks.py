@@ -282,7 +282,7 @@ def _backward(
     losses = torch.empty_like(scale, memory_format=torch.contiguous_format)
     of_bias = None if dbias is None else dloss.new_empty(dbias.shape)
     _run(method, None, terms, x, weight, target, bias, losses, scale, dx, dweight, of_bias)
-    if dbias is not None:
+    if dbias is not None and of_bias is not None:
         dbias.copy_(of_bias)
 
 
