@@ -43,7 +43,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "class in chunks": (
         {"target": CLASSES + 2, "impl": "chunked"}, IndexError, "target holds 6, expected classes 0 to 4",
     ),
-    "candidate": ({"impl": "cuda"}, Unsupported, "it has eager, compiled, chunked, triton, torch, liger"),
+    "candidate": ({"impl": "cuda"}, Unsupported, "it has eager, compiled, auto-chunker, chunked, triton"),
     "CPU": ({"impl": "triton"}, Unsupported, "runs on CUDA, not on cpu"),
 }  # fmt: skip
 
@@ -374,3 +374,13 @@ def test_torch_s_own_agrees() -> None:
         got = step(OP.candidate("torch").implementation, args)
         for mine, other in zip(got, step(reference, args), strict=True):
             torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.exhaustive
+def test_torch_compile_s_chunker_agrees() -> None:
+    args = arguments(1024, 16, 2048, bias=False)
+    candidate = OP.candidate("auto-chunker")
+    if candidate.supports(OP.case(args)) is not None:
+        pytest.skip("no chunker here")
+    for mine, other in zip(step(candidate.implementation, args), step(eager, args), strict=True):
+        torch.testing.assert_close(mine, other)

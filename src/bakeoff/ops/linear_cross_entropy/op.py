@@ -1,5 +1,6 @@
 """The declaration of linear_cross_entropy: its candidates, checks, buckets, cost and cases."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,6 +149,19 @@ def triton_supports(case: Case) -> str | None:
     return needs_native(case, besides=("target",))
 
 
+def auto_chunker_supports(case: Case) -> str | None:
+    """Why torch.compile's chunker can't take `case`, or None."""
+    if not (Path(torch.__file__).parent / "_inductor" / "fx_passes" / "auto_chunker").exists():
+        return f"torch.compile of torch {torch.__version__} has no chunker"
+    N, (V, D) = case.target.numel, case.weight.shape
+    if not (case.x.requires_grad and case.weight.requires_grad and case.reduction != "none"):
+        return "torch.compile's chunker is for losses of one number with gradients of x and weight"
+    logits = N * V
+    if logits <= max(1 << 20, (N + V) * D):
+        return "torch.compile's chunker wants a million logits, and more than x and weight have elements"
+    return compiler_missing(case)
+
+
 def heuristic(case: Case, regime: str) -> str:
     """Chunks where all logits together are too many, also inside torch.compile, which keeps them all."""
     del regime
@@ -177,6 +191,7 @@ OP = Op(
     candidates=(
         Candidate("eager", plain.eager),
         Candidate("compiled", plain.compiled, supports=compiler_missing),
+        Candidate("auto-chunker", plain.auto_chunked, supports=auto_chunker_supports, all_compiled=True),
         Candidate("chunked", load=_chunked),
         kernel_candidate("triton", _triton, triton_supports),
         Candidate("torch", peers.torch_chunked, supports=peers.torch_chunked_supports, traceable=False),

@@ -1,4 +1,4 @@
-"""PyTorch's own linear_cross_entropy: the ``eager`` and ``compiled`` candidates."""
+"""PyTorch's own linear_cross_entropy: the ``eager``, ``compiled`` and ``auto-chunker`` candidates."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bakeoff.select.declare.compiled import compiled as compile_formula
 
-__all__ = ["compiled", "eager"]
+__all__ = ["auto_chunked", "compiled", "eager"]
 
 
 def eager(
@@ -40,3 +40,7 @@ def eager(
 
 
 compiled = compile_formula(eager)
+# By default it wants eight times as many logits as x and weight have elements, which large heads don't have.
+auto_chunked = compile_formula(
+    eager, {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 1}
+)
