@@ -8,7 +8,14 @@ __all__ = ["cut"]
 
 
 def cut(
-    op: Op, case: Case, most: int, device: str, *, outer: int | None = None, lists: int = 16, large: int = 1000
+    op: Op,
+    case: Case,
+    most: int,
+    device: str,
+    *,
+    outer: int | None = None,
+    lists: int = 16,
+    large: int = 1000,
 ) -> Case:
     """The case on `device` with at most `most` of everything that counts rows; of all but a tensor's last
     such dimension at most `outer`, where given. Tensors of a list have at most `lists` elements on average,
