@@ -79,7 +79,7 @@ def run(name: str) -> None:
 
     op = find_op(name)
     before, calls = launches(), Counter[str]()
-    cases = [cut(op, case, 131, "cuda:0", outer=3, lists=3001) for case in op.cases()]
+    cases = [cut(op, case, 131, "cuda:0", outer=3, lists=3001, large=16501) for case in op.cases()]
     for candidate in (c for c in op.candidates if c.launches is not None):
         for case in {str(case.args): case for case in cases}.values():
             if candidate.reasons(case):

@@ -121,6 +121,71 @@ def test_what_is_named_must_have_a_gradient() -> None:
         kernel_op("test_wrong", results=results, forward=forward, like={"gate": "x"})
 
 
+def scaled() -> KernelOp:
+    """y = the sum of x^2; its gradient for dy = 1 is kept, and dx written over it."""
+
+    def results(x: Tensor) -> Tensor:
+        return x.new_empty(())
+
+    def keeps(x: Tensor) -> tuple[Tensor]:
+        return (torch.empty_like(x),)
+
+    def forward(plan: Plan, x: Tensor, y: Tensor, slope: Tensor | None) -> None:
+        plan.run(torch.sum, plan.derive(torch.mul, x, x), (), out=y)
+        if slope is not None:
+            plan.run(torch.mul, x, 2, out=slope)
+
+    def backward(plan: Plan, x: Tensor, slope: Tensor, dy: Tensor, dx: Tensor | None) -> None:
+        del x
+        plan.run(torch.mul, slope, dy, out=dx)
+
+    _names.append(f"test_scaled_{len(_names)}")
+    return kernel_op(
+        _names[-1], results=results, forward=forward, backward=backward, keeps=keeps, kept=("slope",),
+        reuses={"x": "slope"},
+    )  # fmt: skip
+
+
+def test_a_gradient_is_written_over_what_was_kept_where_the_graph_goes() -> None:
+    call = scaled()
+    x, dy = torch.randn(5, requires_grad=True), torch.tensor(3.0)
+    for stays in [True, False, True, True, False, False, True] * 2:  # in turn, also where plans are replayed
+        y = call(x)
+        assert y.grad_fn is not None
+        kept = y.grad_fn.saved_tensors[1]
+        place = kept.data_ptr()
+        del kept
+        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=stays)
+        torch.testing.assert_close(dx, 6 * x.detach())
+        assert (dx.data_ptr() == place) is not stays
+        if stays:
+            (again,) = torch.autograd.grad(y, x, 2 * dy)
+            torch.testing.assert_close(again, 12 * x.detach())
+            torch.testing.assert_close(dx, 6 * x.detach())
+            assert again.data_ptr() == place
+
+
+def test_a_gradient_that_reuses_memory_inside_torch_compile_and_where_a_leaf_takes_it() -> None:
+    call = scaled()
+    x = torch.randn(5, requires_grad=True)
+    run: Any = torch.compile(call.__call__, backend="aot_eager")
+    for fn in (run, call):
+        for _ in range(3):
+            fn(x).backward()
+    torch.testing.assert_close(x.grad, 12 * x.detach())
+    torch._dynamo.reset()
+
+
+def test_reuses_names_what_the_backward_asks_for() -> None:
+    def results(x: Tensor) -> Tensor:
+        return strided(x)
+
+    def forward(plan: Plan, x: Tensor, y: Tensor) -> None: ...
+
+    with pytest.raises(TypeError, match=r"reuses names \['gate', 'x'\], which the backward doesn't ask for"):
+        kernel_op("test_wrong_reuse", results=results, forward=forward, reuses={"x": "gate"})
+
+
 def test_plans_allocate_after_launches_and_leave_out_casts_to_the_same_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

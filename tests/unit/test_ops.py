@@ -22,6 +22,7 @@ ARGS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "attention": lambda T: (randn(2, T, 2, 8), randn(2, T, 2, 8), randn(2, T, 2, 8)),
     "byte_spectral": lambda T: (torch.randint(256, (2, T), dtype=torch.uint8), randn(256, 1), torch.ones(4)),
     "dilated_attention": lambda T: (randn(2, T, 2, 8), randn(2, T, 2, 8), randn(2, T, 2, 8)),
+    "linear_cross_entropy": lambda T: (randn(2, T, 8), randn(50, 8), torch.randint(50, (2, T))),
     "long_conv": lambda T: (randn(2, T, 8), randn(8, 16)),
     "memory_scan": lambda T: (
         randn(2, T, 4),

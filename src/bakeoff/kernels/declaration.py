@@ -39,6 +39,7 @@ class Declaration:
     gradients: Mapping[str, Callable[[Any], Tensor]]
     like: Mapping[str, str]
     shares: Mapping[str, str]
+    reuses: Mapping[str, str]
     depends: Mapping[str, Sequence[str]]
     materialize: bool
     tilings: Mapping[str, Tilings]
@@ -71,6 +72,11 @@ class Declaration:
         unknown = {*self.kept_for, *self.like, *self.like.values()} - {*differentiable}
         if unknown:
             raise TypeError(f"{self.name}: kept_for and like name {sorted(unknown)}, which have no gradients")
+        unsaved = {*self.reuses, *self.reuses.values()} - {*self.saved}
+        if unsaved:
+            raise TypeError(
+                f"{self.name}: reuses names {sorted(unsaved)}, which the backward doesn't ask for"
+            )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

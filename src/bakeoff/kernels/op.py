@@ -49,6 +49,7 @@ def kernel_op(
     gradients: Mapping[str, Callable[[Any], Tensor]] | None = None,
     like: Mapping[str, str] | None = None,
     shares: Mapping[str, str] | None = None,
+    reuses: Mapping[str, str] | None = None,
     depends: Mapping[str, Sequence[str]] | None = None,
     materialize: bool = True,
     tilings: Mapping[str, Tilings] | None = None,
@@ -75,6 +76,9 @@ def kernel_op(
         like: {argument: other}: the gradient of `argument` is allocated from `other`, of the same shape and
             dtype.
         shares: {argument: other}: where both have one dtype, the gradient of `argument` is that of `other`.
+        reuses: {argument: kept}: where the graph is gone after the backward, `kept` has the argument's shape
+            and dtype, and torch.compile doesn't trace, the gradient is written over what was kept: the
+            backward gets one tensor under both names, and must read each element before it writes it.
         depends: the arguments that a result depends on, by default all; with none that wants a gradient it is
             a constant. Without `materialize`, an argument has no gradient where nothing arrives for any
             result that depends on it.
@@ -86,8 +90,8 @@ def kernel_op(
     return KernelOp(
         Declaration(
             name, results, forward, backward, derivative, tuple(names), keeps, tuple(kept),
-            tuple(kept_for), gradients or {}, like or {}, shares or {}, depends or {}, materialize,
-            tilings or {},
+            tuple(kept_for), gradients or {}, like or {}, shares or {}, reuses or {}, depends or {},
+            materialize, tilings or {},
         )
     )  # fmt: skip
 
@@ -190,5 +194,6 @@ def _fills(declared: Declaration, variant: Mapping[str, Tiling]) -> Fills:
     saved = {name: values.get(name, kept) for name in declared.saved}
     # Gradients of arguments that aren't saved are all that a backward sees of them.
     filled = {f"d{name}": "new?" if name in declared.saved else "Tensor?" for name in declared.differentiable}
+    filled |= {f"d{name}": f"new? over {other}" for name, other in declared.reuses.items()}
     scalars = dict.fromkeys(declared.scalars, "")
     return Fills(fill, planned("backward", declared.backward, {**arriving, **saved, **scalars, **filled}))

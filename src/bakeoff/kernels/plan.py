@@ -182,7 +182,7 @@ class Plan:
         on_gpu = self.device.type == "cuda"
         lines = [
             f"if current_device() != {index}: return False" if on_gpu else "",
-            "if runtime.launch_enter_hook.calls: return False",
+            "if runtime.launch_enter_hook.calls: return False" if self.launches else "",
             *self._before,
             *pointers,
             f"if ({misaligned}) & 15: return False" if misaligned else "",
@@ -191,7 +191,7 @@ class Plan:
             f"count({self.launches})" if self.launches else "",
             "return True",
         ]
-        scope = self._scope | _surroundings()
+        scope = self._scope | (_surroundings() if self.launches or on_gpu else {})
         body = "\n ".join(filter(None, lines))
         exec(f"def replay({', '.join(names)}):\n {body}", scope)  # noqa: S102  words of this module alone
         replay: Callable[..., bool] = scope["replay"]
@@ -200,7 +200,7 @@ class Plan:
 
 def _surroundings() -> dict[str, Any]:
     """What every written-out plan names."""
-    from triton import knobs  # a plan is written out only where kernels run
+    from triton import knobs  # here, as plans without launches also run where there is no triton
 
     return {
         "count": counter.count,
@@ -220,8 +220,9 @@ class Planned:
 
     def __init__(self, planner: Planner, values: Mapping[str, str], **always: Any) -> None:
         """`values` says what a call passes, by name: "Tensor", "Tensor?" (or None), "new" and "new?" for
-        tensors that the caller has just allocated for this kind of call, or "" for anything else. The planner
-        gets those that it names, and `always`."""
+        tensors that the caller has just allocated for this kind of call, "new? over NAME" where such a tensor
+        may be the one called NAME, or "" for anything else. The planner gets those that it names, and
+        `always`."""
         self.planner = planner
         self.names = tuple(values)
         self._always = always
@@ -238,6 +239,7 @@ class Planned:
         device = next(name for name, kind in values.items() if kind in ("Tensor", "new"))
         key = [f"{device}.get_device()"]
         for name in self._taken:
+            over = values[name].removeprefix("new? over ")
             told = f"{name}.shape, {name}.dtype, {name}.is_contiguous() or {name}.stride()"
             key.append(
                 {
@@ -245,6 +247,7 @@ class Planned:
                     "Tensor?": f"{name} is not None and ({told})",
                     "new": "",
                     "new?": f"{name} is None",
+                    f"new? over {over}": f"{name} is None, {name} is {over}",
                 }.get(values[name], name)
             )
         names = ", ".join(values)

@@ -43,7 +43,8 @@ def written(declared: Declaration, fills: Fills, op: Callable[..., Any]) -> Eage
         "make": declared.results, "keep": declared.keeps, "fill": fills.forward,
         "fill_gradients": fills.backward, "outline": Outline, "grad_enabled": torch.is_grad_enabled,
         "transformed": torch._C._are_functorch_transforms_active, "op": op,
-        "once": _once, "derive": _derive, "declared": declared,
+        "once": _once, "derive": _derive, "declared": declared, "alike": _alike,
+        "graph_stays": torch._C._autograd._get_current_graph_task_keep_graph,
         **{f"allocate_{name}": declared.gradient_like(name) for name in declared.differentiable},
     }  # fmt: skip
     exec("\n".join(text), scope)  # noqa: S102  names of parameters
@@ -133,7 +134,12 @@ def _backward(declared: Declaration) -> list[str]:
         if name in declared.shares:
             condition = f"want_{name} and not share_{name}"
         like = f"like_{declared.like.get(name, name)}"
-        rooms.append(f" d{name} = allocate_{name}({like}) if {condition} else None")
+        room = f"allocate_{name}({like})"
+        if name in declared.reuses:
+            room = (
+                f"({declared.reuses[name]} if reuse and alike({declared.reuses[name]}, {like}) else {room})"
+            )
+        rooms.append(f" d{name} = {room} if {condition} else None")
     body = [*shares, *rooms, f" fill_gradients({', '.join(filled)})"]
     body += [f" if share_{name}: d{name} = d{other}" for name, other in declared.shares.items()]
     grads = [f"d{name}" for name in declared.differentiable]
@@ -149,6 +155,7 @@ def _backward(declared: Declaration) -> list[str]:
     unsaved = _unsaved(declared)
     lines = [
         "def differentiate(arriving, saved, scalars, likes, wanted):",
+        " reuse = False" if declared.reuses else "",
         _unpack(arriving, "arriving"), _unpack(declared.saved, "saved"),
         _unpack(declared.scalars, "scalars"), _unpack(likes, "likes"),
         _unpack([f"want_{name}" for name in declared.differentiable], "wanted"),
@@ -160,6 +167,7 @@ def _backward(declared: Declaration) -> list[str]:
         _unpack([*declared.scalars, *[f"like_{name}" for name in unsaved]], "ctx.rest"),
         *[f" like_{name} = {name}" for name in declared.differentiable if name in declared.saved],
         *[f" if like_{name} is not None: like_{name} = outline(*like_{name})" for name in unsaved],
+        " reuse = not graph_stays()" if declared.reuses else "",
         *body, f" return {_tuple(returned)}",
     ]  # fmt: skip
     return [line for line in lines if line]
@@ -207,6 +215,10 @@ class Outline:
 
     def new_empty(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+def _alike(kept: Tensor | None, like: Any) -> bool:
+    return kept is not None and kept.shape == like.shape and kept.dtype == like.dtype
 
 
 def _derive(declared: Declaration, op: Any, ctx: Any, arriving: Sequence[Any]) -> tuple[Any, ...]:

@@ -34,6 +34,8 @@ def inputs(op: Op, case: Case, seed: int, kind: str = "normal") -> list[Any]:
             args.append(value)
             continue
         drawn = op.draw(name, value, generator) if op.draw else None
+        if drawn is None and op.draw_among:
+            drawn = op.draw_among(name, case, generator)
         if drawn is None:
             drawn = _normal(value, generator, case.device)
             if kind == "adversarial":

@@ -1,12 +1,13 @@
 """The ``compiled`` candidate: torch.compile of a plain PyTorch formula."""
 
+import functools
 import itertools
 import logging
 import os
 import re
 import shutil
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,15 @@ _STATIC = 8
 _serial = itertools.count()
 
 
-def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(formula: Callable[..., Any], options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """`formula` under torch.compile: exact shapes get code of their own, until there are too many of them.
+    `options` are inductor's.
 
     The first `_STATIC` shapes of each set of dtypes, flags and feature sizes are compiled for themselves,
     which is the fastest torch.compile does; later ones share code with dynamic shapes, so that changing
     lengths don't compile forever. Where torch.compile refuses to compile once more, `formula` runs as it is.
     """
+    backend = functools.partial(_inductor, patches=dict(options)) if options else _inductor
     units: dict[tuple[Any, ...], Callable[..., Any]] = {}
     shapes: dict[tuple[Any, ...], set[Any]] = {}
 
@@ -51,7 +54,7 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
         program = units.get(unit)
         if program is None:
             program = units[unit] = torch.compile(
-                _twin(formula), fullgraph=True, dynamic=False if static else None, backend=_inductor
+                _twin(formula), fullgraph=True, dynamic=False if static else None, backend=backend
             )
         try:
             if not torch._C._len_torch_function_stack():
@@ -74,7 +77,7 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _inductor(graph: Any, inputs: Any) -> Any:
+def _inductor(graph: Any, inputs: Any, patches: dict[str, Any] | None = None) -> Any:
     """torch.compile's own backend, with a backward that may run twice.
 
     By default its backward writes over what the forward saved, and `backward(retain_graph=True)` raises.
@@ -87,7 +90,7 @@ def _inductor(graph: Any, inputs: Any) -> Any:
     if any(isinstance(value, torch.SymInt) for value in inputs):
         options["enable_autograd_cache"] = False  # it would keep an entry made before the last lines here
     with config.patch(**options):
-        program = compile_fx(graph, inputs)
+        program = compile_fx(graph, inputs, config_patches=patches)
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []  # the None that it is now is taken for "some"

@@ -44,6 +44,8 @@ class Op:
     every output must be batched too."""
     draw: Callable[[str, TensorMeta, torch.Generator], torch.Tensor | None] | None = None
     """An argument's own values (name, meta, generator) where random normal ones make no sense, else None."""
+    draw_among: Callable[[str, Case, torch.Generator], torch.Tensor | None] | None = None
+    """The same for values that depend on the rest of the case, as classes do on how many there are."""
     settings: frozenset[str] = frozenset()
     """Numbers that no choice depends on, such as a learning rate that changes at every step."""
     mutates: tuple[str, ...] = ()

@@ -1,0 +1,99 @@
+"""The ``chunked`` candidate of linear_cross_entropy: chunks of rows in plain PyTorch, on any device."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bakeoff.kernels.variants import Tilings
+from bakeoff.ops.linear_cross_entropy.chunks import (
+    Chunked,
+    Method,
+    Terms,
+    chunked_op,
+    default_rows,
+    sums_are_wide,
+)
+
+__all__ = ["Tiling", "chunked"]
+
+_BUDGET = 1 << 26  # bytes of a chunk's logits; up to six times as many are about while a row's loss is taken
+
+
+class Tiling(NamedTuple):
+    """How rows are cut."""
+
+    rows: int
+    """Of a chunk."""
+    wide: int
+    """1: the weight's gradient is summed up over chunks in float32, else in its own dtype."""
+
+
+def default(N: int, V: int, D: int, dtype: torch.dtype) -> Tiling:
+    """For N rows, V classes and D features."""
+    rows = default_rows(N, V, dtype.itemsize, _BUDGET)
+    return Tiling(rows, int(sums_are_wide(N, V, D, rows, dtype)))
+
+
+def tilings(case: Any) -> list[Tiling]:
+    """The default, chunks of half as many rows, and float32 sums."""
+    V, D = case.weight.shape
+    N, dtype = case.target.numel, case.x.dtype
+    first = default(N, V, D, dtype)
+    half = max(first.rows // 2, 1)
+    found = [first, Tiling(half, int(sums_are_wide(N, V, D, half, dtype))), Tiling(first.rows, 1)]
+    return list(dict.fromkeys(found))
+
+
+def rows(
+    logits: Tensor,
+    target: Tensor,
+    losses: Tensor,
+    scale: Tensor,
+    terms: Terms,
+    gradients: bool,
+    tiling: Any,
+) -> None:
+    """See `bakeoff.ops.linear_cross_entropy.chunks.Method`."""
+    del tiling
+    smoothing, uncapped = terms.label_smoothing, None
+    shifted = logits.to(losses.dtype, copy=True)
+    if terms.softcap:
+        uncapped = shifted.div_(terms.softcap)
+        shifted = torch.tanh(uncapped) * terms.softcap
+    counted = target != terms.ignore_index
+    classes = target.long().masked_fill(~counted, 0)[:, None]
+    most = shifted.amax(1, keepdim=True)
+    shifted -= most
+    at = shifted.gather(1, classes)
+    mean = shifted.mean(1, keepdim=True) if smoothing else None
+    p = shifted.exp_()
+    total = p.sum(1, keepdim=True)
+    log_total = total.log()
+    loss = log_total - (1 - smoothing) * at
+    if mean is not None:
+        loss -= smoothing * mean
+    lse = most + log_total
+    if terms.z_loss:
+        loss += terms.z_loss * lse.square()
+    losses.copy_(loss[:, 0].masked_fill_(~counted, 0))
+    if not gradients:
+        return
+    p.mul_((1 + 2 * terms.z_loss * lse) / total)
+    if smoothing:
+        p.sub_(smoothing / p.shape[1])
+    p.scatter_(1, classes, p.gather(1, classes) - (1 - smoothing))
+    if uncapped is not None:  # 1 - tanh^2 would have no digits left of large logits
+        p.div_(uncapped.cosh_().square_())
+    logits.copy_(p.mul_(scale[:, None]).masked_fill_(~counted[:, None], 0))
+
+
+def multiply(kept: Tensor, dloss: Tensor, factor: Tensor, out: Tensor) -> None:
+    """out = kept * dloss * factor. One dimension makes PyTorch take the factor as wide as it is."""
+    torch.mul(kept, (dloss * factor).reshape(1), out=out)
+
+
+chunked = Chunked(
+    chunked_op("linear_cross_entropy.chunked", Method(rows, multiply, default), Tilings(Tiling, tilings))
+)
+"""For every floating dtype."""

@@ -1,0 +1,372 @@
+"""linear_cross_entropy in chunks of rows: what its chunked candidates share.
+
+A chunk's logits are made, replaced by their gradients in place, multiplied into the gradients of x and
+weight, and forgotten. Where the loss is one number, that happens in the forward pass, since the gradient that
+will arrive is one factor of everything: 6 N D V FLOPs in all. With reduction="none" it is a factor of each
+row, which must be known before rows are added up: the backward makes the logits again, 8 N D V.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bakeoff.kernels.layout import empty_like
+from bakeoff.kernels.op import KernelOp, kernel_op
+from bakeoff.kernels.plan import Plan
+from bakeoff.kernels.variants import Tiling, Tilings
+
+__all__ = ["Chunked", "Method", "Terms", "chunked_op", "default_rows", "sums_are_wide"]
+
+MOST_SUMS = 8
+"""Chunks whose parts of the weight's gradient are added up in 16 bits, one rounding each."""
+_CHEAP = 1 << 28  # bytes of a float32 weight gradient that is worth its accuracy at any number of chunks
+_LARGE = 4  # how many times its usual bytes a chunk may take for there to be no more than MOST_SUMS
+_PADDED = 64  # elements: rows of logits begin at multiples, or products of odd V would be slow
+
+
+class Terms(NamedTuple):
+    """What a row's loss is made of beside its logits."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    """0 for none."""
+
+
+class Method(NamedTuple):
+    """What a candidate does its own way."""
+
+    rows: Callable[..., None]
+    """rows(logits, target, losses, scale, terms, gradients, tiling): each row's loss, and where `gradients`
+    its derivative by its logits times its `scale` in the place of the logits."""
+    multiply: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    """multiply(kept, dloss, factor, out): out = kept * dloss * factor, where out may be kept."""
+    tiling: Callable[[int, int, int, torch.dtype], Any]
+    """tiling(N, V, D, dtype): the default, a NamedTuple that has `rows` and `wide`."""
+
+
+def default_rows(N: int, V: int, itemsize: int, budget: int) -> int:
+    """Rows of a chunk: some `budget` bytes of logits, and up to `_LARGE` times as many where that makes
+    `MOST_SUMS` chunks of them."""
+    row = max(V * itemsize, 1)
+    rows = max(budget // row, min(-(-N // MOST_SUMS), _LARGE * budget // row), 1)
+    chunks = max(-(-N // rows), 1)
+    even = -(-N // chunks)
+    return max(min(-(-even // _PADDED) * _PADDED, rows, N), 1)
+
+
+def sums_are_wide(N: int, V: int, D: int, rows: int, dtype: torch.dtype) -> bool:
+    """Whether the weight's gradient is summed up in float32 over chunks: in 16 bits every chunk rounds it
+    once, and float32 costs V D 4 bytes more."""
+    chunks = -(-N // max(rows, 1))
+    return dtype.itemsize < 4 and (chunks > MOST_SUMS or 4 * V * D <= _CHEAP) and chunks > 1
+
+
+def results(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    want_x: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> Tensor:
+    """Room for the loss."""
+    del weight, bias, ignore_index, label_smoothing, z_loss, softcap, want_x, want_weight, want_bias
+    shape = target.shape if reduction == "none" else ()
+    return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def keeps(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    want_x: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor, ...]:
+    """Room for the gradients of the sum of losses, where they are wanted, and for the `factor` of a mean.
+
+    It is left for the end because 16 bits would round it alike for all targets: 1 - p of a class that is
+    hardly expected is nearly a power of two, and 1 / count is none. Float16 has no room for p / count either,
+    and its sums over rows need the range of float32.
+    """
+    del target, ignore_index, label_smoothing, z_loss, softcap
+    wide = torch.promote_types(x.dtype, torch.float32)
+    once = reduction != "none"
+    sums = wide if weight.dtype == torch.float16 else weight.dtype
+    return (
+        empty_like(x) if once and want_x else x.new_empty(0),
+        x.new_empty(weight.shape, dtype=sums) if once and want_weight else x.new_empty(0),
+        x.new_empty(weight.shape[0], dtype=wide) if once and want_bias else x.new_empty(0),
+        x.new_empty((), dtype=wide),
+    )
+
+
+def chunked_op(name: str, method: Method, tilings: Tilings) -> KernelOp:
+    """The op that runs `method` on chunks."""
+
+    def forward(
+        plan: Plan,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        softcap: float,
+        reduction: str,
+        want_x: bool,
+        want_weight: bool,
+        want_bias: bool,
+        loss: Tensor,
+        of_x: Tensor | None,
+        of_weight: Tensor | None,
+        of_bias: Tensor | None,
+        factor: Tensor | None,
+        tiling: Any,
+    ) -> None:
+        terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
+        wanted = [
+            kept if want and reduction != "none" else None
+            for kept, want in ((of_x, want_x), (of_weight, want_weight), (of_bias, want_bias))
+        ]
+        plan.run(_forward, method, tiling, terms, reduction, x, weight, target, bias, loss, factor, *wanted)
+
+    def backward(
+        plan: Plan,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        softcap: float,
+        reduction: str,
+        of_x: Tensor,
+        of_weight: Tensor,
+        of_bias: Tensor,
+        factor: Tensor,
+        dloss: Tensor,
+        dx: Tensor | None,
+        dweight: Tensor | None,
+        dbias: Tensor | None,
+    ) -> None:
+        pairs = [(of_x, dx), (of_weight, dweight), (of_bias, dbias)]
+        if all(out is None or kept.shape == out.shape for kept, out in pairs):
+            for kept, out in pairs:
+                if out is not None:
+                    plan.run(method.multiply, kept, dloss, factor, out)
+            return
+        terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
+        plan.run(_backward, method, terms, reduction, x, weight, target, bias, dloss, dx, dweight, dbias)
+
+    return kernel_op(
+        name,
+        results=results,
+        forward=forward,
+        backward=backward,
+        names=("loss",),
+        keeps=keeps,
+        kept=("of_x", "of_weight", "of_bias", "factor"),
+        reuses={"x": "of_x", "weight": "of_weight"},
+        tilings={"forward": tilings},
+    )
+
+
+class Chunked:
+    """A chunked op with the arguments of the definition."""
+
+    def __init__(self, op: KernelOp) -> None:
+        self.op, self.variant = op, op.variant
+        self.__name__, self.__module__ = op.__name__, op.__module__
+        self._bound: dict[str, Chunked] = {"": self}
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        ignore_index: int,
+        label_smoothing: float,
+        z_loss: float,
+        softcap: float | None,
+        reduction: str,
+    ) -> Tensor:
+        recorded = torch.is_grad_enabled()
+        wants = [recorded and t is not None and t.requires_grad for t in (x, weight, bias)]
+        capped = 0.0 if softcap is None else softcap
+        loss: Tensor = self.op(
+            x, weight, target, bias, ignore_index, label_smoothing, z_loss, capped, reduction, *wants
+        )
+        return loss
+
+    def variants(self, case: Any) -> Mapping[str, Sequence[Tiling]]:
+        """The tilings that it may be launched with for a case, the default first."""
+        return self.op.variants(case)
+
+    def bind(self, text: str) -> "Chunked":
+        """The op with the variant that `text` names."""
+        bound = self._bound.get(text)
+        if bound is None:
+            bound = self._bound[text] = Chunked(self.op.bind(text))
+        return bound
+
+
+def _forward(
+    method: Method,
+    tiling: Any,
+    terms: Terms,
+    reduction: str,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    loss: Tensor,
+    factor: Tensor | None,
+    of_x: Tensor | None,
+    of_weight: Tensor | None,
+    of_bias: Tensor | None,
+) -> None:
+    """The loss, and of the gradients those that there is room for."""
+    target = target.reshape(-1)
+    N = target.numel()
+    count = (target != terms.ignore_index).sum().clamp_(min=1).to(loss.dtype)
+    one = torch.ones_like(count)
+    if factor is not None:
+        factor.copy_(one / count if reduction == "mean" else one)
+    losses = loss.view(-1) if reduction == "none" else loss.new_empty(N)
+    _run(method, tiling, terms, x, weight, target, bias, losses, one.expand(N), of_x, of_weight, of_bias)
+    if reduction == "sum":
+        torch.sum(losses, 0, out=loss)
+    elif reduction == "mean":
+        torch.div(losses.sum(0), count, out=loss)
+
+
+def _backward(
+    method: Method,
+    terms: Terms,
+    reduction: str,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    dloss: Tensor,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+) -> None:
+    """The gradients that there is room for, from logits that are made again."""
+    target = target.reshape(-1)
+    scale = dloss.reshape(-1)
+    if reduction == "mean":
+        scale = scale / (target != terms.ignore_index).sum().clamp_(min=1)
+    scale = scale.expand(target.numel())
+    losses = torch.empty_like(scale, memory_format=torch.contiguous_format)
+    of_bias = None if dbias is None else dloss.new_empty(dbias.shape)
+    _run(method, None, terms, x, weight, target, bias, losses, scale, dx, dweight, of_bias)
+    if dbias is not None and of_bias is not None:
+        dbias.copy_(of_bias)
+
+
+def _run(
+    method: Method,
+    tiling: Any,
+    terms: Terms,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    losses: Tensor,
+    scale: Tensor,
+    dx: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+) -> None:
+    """All chunks: each row's loss, and the sums of the gradients times each row's `scale`."""
+    N, (V, D) = target.numel(), weight.shape
+    tiling = tiling or method.tiling(N, V, D, x.dtype)
+    _check_classes(target, V, terms.ignore_index)
+    x, weight = x.reshape(N, D), _multiplicable(weight)
+    total = dweight
+    if dweight is not None and tiling.wide and tiling.rows < N:
+        total = dweight if dweight.dtype == losses.dtype else losses.new_empty(V, D)
+    if N == 0:
+        for gradient in (total, dbias):
+            if gradient is not None:
+                gradient.zero_()
+    buffer = x.new_empty(min(tiling.rows, N), -(-V // _PADDED) * _PADDED)
+    gradients = not (dx is None and dweight is None and dbias is None)
+    for start in range(0, N, tiling.rows):
+        here = slice(start, min(start + tiling.rows, N))
+        rows, logits = x[here], buffer[: here.stop - start, :V]
+        if bias is None:
+            torch.mm(rows, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=logits)
+        method.rows(logits, target[here], losses[here], scale[here], terms, gradients, tiling)
+        if dx is not None:
+            torch.mm(logits, weight, out=dx.view(N, D)[here])
+        if total is not None:
+            _add_product(total, logits.t(), rows, first=start == 0)
+        if dbias is not None:
+            _add_sum(dbias, logits, first=start == 0)
+    if dweight is not None and total is not None and total is not dweight:
+        dweight.copy_(total)
+
+
+def _check_classes(target: Tensor, V: int, ignore_index: int) -> None:
+    """Raises IndexError for a target that is no class, on the CPU: on a GPU the host can't see it."""
+    if target.device.type != "cpu":
+        return
+    wrong = target[(target != ignore_index) & ((target < 0) | (target >= V))]
+    if wrong.numel():
+        raise IndexError(
+            f"linear_cross_entropy: target holds {int(wrong[0])}, expected classes 0 to {V - 1}, as weight "
+            f"has {V} rows, or ignore_index {ignore_index}"
+        )
+
+
+def _multiplicable(weight: Tensor) -> Tensor:
+    """`weight` as products read it in place, either dimension dense; otherwise each would copy it."""
+    V, D = weight.shape
+    row, column = weight.stride()
+    return weight if (column == 1 and row >= D) or (row == 1 and column >= V) else weight.contiguous()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """total = a b, or total += a b; float32 sums of 16-bit products lose nothing on the way."""
+    if total.dtype == a.dtype:
+        torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
+    elif total.is_cuda:
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        _add_product(total, a.to(total.dtype), b.to(total.dtype), first=first)
+
+
+def _add_sum(total: Tensor, rows: Tensor, *, first: bool) -> None:
+    """total = the sum of rows, or total += it, in total's dtype."""
+    if first:
+        torch.sum(rows, 0, dtype=total.dtype, out=total)
+    else:
+        total.add_(rows.sum(0, dtype=total.dtype))

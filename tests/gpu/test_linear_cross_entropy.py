@@ -1,0 +1,133 @@
+"""linear_cross_entropy on a CUDA device: the grid, torch.compile, graphs, memory."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from bakeoff.graphs import forbid_sync
+from bakeoff.ops.linear_cross_entropy import OP, linear_cross_entropy
+from bakeoff.ops.linear_cross_entropy.chunked import chunked
+from bakeoff.ops.linear_cross_entropy.triton import linear_cross_entropy as kernels
+from bakeoff.select import Case
+from bakeoff.select.contests.verify import verify, yardsticks
+from bakeoff.select.declare.variants import at, variants_of
+
+CASES = OP.cases()
+
+
+@pytest.mark.parametrize("candidate", ["triton", "chunked"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_grid_passes_the_contest_verification(case: Case, candidate: str) -> None:
+    _, deterministic = verify(OP, OP.candidate(candidate), yardsticks(OP, case))
+    assert deterministic
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.name)
+def test_every_tiling_passes_the_contest_verification(case: Case) -> None:
+    candidate = OP.candidate("triton")
+    for text in variants_of(candidate, case).get("forward", ()):
+        verify(OP, at(candidate, text), yardsticks(OP, case))
+
+
+def arguments(
+    N: int = 300, D: int = 256, V: int = 20001, dtype: torch.dtype = torch.bfloat16, reduction: str = "mean"
+) -> list[Any]:
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, device="cuda") / 4).to(dtype).requires_grad_()
+
+    target = torch.randint(V, (N,), device="cuda")
+    target[::8] = -100
+    return [random(N, D), random(V, D), target, random(V), -100, 0.1, 1e-4, 20.0, reduction]
+
+
+def step(fn: Any, args: list[Any], dloss: torch.Tensor) -> list[torch.Tensor]:
+    loss = fn(*args)
+    wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    return [loss, *torch.autograd.grad(loss, wanted, dloss)]
+
+
+@pytest.mark.parametrize("fn", [kernels, chunked], ids=["triton", "chunked"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_graph_capture_without_waiting_for_the_device(reduction: str, fn: Any) -> None:
+    args = arguments(reduction=reduction)
+    fn = fn.bind(
+        "forward(rows=64,wide=1,block=8192,warps=16)" if fn is kernels else "forward(rows=64,wide=1)"
+    )
+    dloss = torch.randn(300 if reduction == "none" else (), device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(fn, args, dloss)
+        with forbid_sync():
+            step(fn, args, dloss)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(fn, args, dloss)
+    with torch.no_grad():
+        args[0].normal_()
+        args[2].random_(20001)
+        dloss.normal_()
+    graph.replay()
+    for mine, want in zip(captured, step(fn, args, dloss), strict=True):
+        assert torch.equal(mine, want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_torch_compile_whole_with_any_length(reduction: str) -> None:
+    torch._dynamo.reset()
+
+    def model(x: Any, weight: Any, target: Any, bias: Any, *_: Any) -> Any:
+        return linear_cross_entropy(
+            x, weight, target, bias=bias, z_loss=1e-4, reduction=reduction, impl="triton"
+        )
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for N in (64, 133, 300):
+        args = arguments(N, reduction=reduction)
+        dloss = torch.randn(N if reduction == "none" else (), device="cuda")
+        for mine, want in zip(step(compiled, args, dloss), step(model, args, dloss), strict=True):
+            assert torch.equal(mine, want)
+
+
+def test_opcheck() -> None:
+    args = [*arguments(33, 64, 1000), True, True, True]
+    torch.library.opcheck(kernels.op.traced.forward, (*args, True, ""))
+
+
+@pytest.mark.parametrize(
+    ("candidate", "most"), [(kernels, 1.5e9), (chunked, 2.1e9)], ids=["triton", "chunked"]
+)
+def test_memory_of_the_largest_case(candidate: Any, most: float) -> None:
+    x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(131072, 4096, device="cuda", dtype=torch.bfloat16) / 64).requires_grad_()
+    target = torch.randint(131072, (8192,), device="cuda")
+    rest = (None, -100, 0.0, 0.0, None, "mean")
+    for _ in range(3):  # the third goes past the planner
+        x.grad = weight.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        candidate(x, weight, target, *rest).backward()
+        assert torch.cuda.max_memory_allocated() - start < most
+
+
+def test_what_is_no_class_gives_nan_in_its_row_alone() -> None:
+    args = arguments(reduction="none")
+    args[2][5], args[2][6] = 20001, -7
+    with torch.no_grad():
+        loss = kernels(*args)
+    assert loss.isnan().nonzero().flatten().tolist() == [5, 6]
+
+
+def test_float32_sums_of_many_chunks_are_as_exact_as_one_product() -> None:
+    """out_dtype of products over chunks, one after the other into one matrix."""
+    args = arguments(4096, 128, 4096)
+    exact = step(OP.reference, [a.detach().double().requires_grad_() if i in (0, 1, 3) else a
+                                for i, a in enumerate(args)], torch.tensor(1.0, device="cuda"))  # fmt: skip
+    errors = [
+        ((step(kernels.bind(f"forward(rows={rows},wide=1,block=4096,warps=8)"), args,
+               torch.tensor(1.0, device="cuda"))[2].double() - exact[2]).norm() / exact[2].norm()).item()
+        for rows in (64, 4096)
+    ]  # fmt: skip
+    assert errors[0] < 1.1 * errors[1] + 1e-6

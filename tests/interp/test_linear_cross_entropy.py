@@ -1,0 +1,145 @@
+"""linear_cross_entropy's kernels under the interpreter against the float64 reference."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from bakeoff.ops.linear_cross_entropy.op import OP
+from bakeoff.ops.linear_cross_entropy.plain import eager
+from bakeoff.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
+from bakeoff.ops.linear_cross_entropy.triton import linear_cross_entropy as kernels
+from bakeoff.select.contests.poison import Poison
+from bakeoff.select.contests.verify import verify, yardsticks
+
+PIECES = kernels.bind("forward(rows=4,wide=0,block=64,warps=1)")
+"""Two chunks of 6 rows, and rows of more than 64 classes in several blocks."""
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of what is masked out behind the classes
+
+
+def arguments(
+    N: int = 6, D: int = 7, V: int = 13, *, bias: bool = True, dtype: torch.dtype = torch.float32,
+    smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, reduction: str = "mean",
+) -> list[Any]:  # fmt: skip
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(dtype).requires_grad_()
+
+    target = torch.randint(V, (N,))
+    target[1:2] = -100
+    options = [random(V) if bias else None, -100, smoothing, z_loss, softcap, reduction]
+    return [random(N, D), random(V, D), target, *options]
+
+
+def results(fn: Any, args: list[Any], dloss: torch.Tensor) -> list[torch.Tensor]:
+    loss = fn(*args)
+    wanted = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    return [loss.detach(), *torch.autograd.grad(loss, wanted, dloss)]
+
+
+def wide(a: Any) -> Any:
+    if not isinstance(a, torch.Tensor) or not a.is_floating_point():
+        return a
+    return a.detach().double().requires_grad_(a.requires_grad)
+
+
+def compare(args: list[Any], fn: Any = PIECES) -> None:
+    """Candidate against float64: at most twice eager's error and a rounding of the store."""
+    dloss = torch.randn(args[2].shape if args[-1] == "none" else ())
+    before = [a.detach().clone() for a in args if isinstance(a, torch.Tensor)]
+    with Poison() as poison:
+        got = results(fn, args, dloss)
+    assert not poison.broken()
+    after = [a for a in args if isinstance(a, torch.Tensor)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    exact = results(reference, [wide(a) for a in args], dloss.double())
+    plain = results(eager, args, dloss)
+    for mine, want, other in zip(got, exact, plain, strict=True):
+        assert mine.shape == want.shape
+        assert mine.dtype == other.dtype
+        size = want.norm().clamp(min=1e-30)
+        error, allowed = (((t.double() - want).norm() / size).item() for t in (mine, other))
+        assert error <= 2 * allowed + torch.finfo(mine.dtype).eps / 2 + 2.4e-7
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("V", [13, 150])
+def test_matches_the_reference(V: int, reduction: str) -> None:
+    compare(arguments(V=V, smoothing=0.1, z_loss=1e-2, softcap=3.0, reduction=reduction))
+    compare(arguments(V=V, reduction=reduction, bias=False))
+
+
+def test_float16_keeps_gradients_that_a_mean_would_make_denormal() -> None:
+    """Divided by the number of targets late, as a loss scaler multiplies dloss."""
+    args = arguments(V=150, D=33, dtype=torch.float16)
+    compare(args)
+    args[0] = (args[0].detach() * 1e-3).requires_grad_()
+    exact = results(reference, [wide(a) for a in args], torch.tensor(1024.0).double())
+    for mine, want in zip(results(PIECES, args, torch.tensor(1024.0)), exact, strict=True):
+        assert ((mine.double() - want).norm() / want.norm()).item() < 1e-3
+
+
+def test_one_gradient_alone() -> None:
+    for wanted in (0, 1, 3):
+        args = arguments()
+        for i in (0, 1, 3):
+            args[i].requires_grad_(i == wanted)
+        compare(args)
+
+
+LAYOUTS = {
+    "apart": lambda t: torch.cat([t, torch.full_like(t, torch.nan)], -1)[..., : t.shape[-1]],
+    "turned": lambda t: t.mT.contiguous().mT,
+    "expanded": lambda t: t[:1].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    args = arguments()
+    for i in (0, 1):
+        args[i] = LAYOUTS[layout](args[i].detach()).requires_grad_()
+    args[2] = args[2].int()
+    compare(args)
+
+
+@pytest.mark.parametrize(("N", "V"), [(0, 5), (1, 1), (3, 1), (1, 65)])
+def test_smallest(N: int, V: int) -> None:
+    compare(arguments(N, V=V))
+
+
+def test_no_target_that_counts_gives_zeros() -> None:
+    args = arguments(V=70)
+    args[2].fill_(-100)
+    args[0].data[0, 0] = torch.inf  # what is ignored may be anything
+    for tensor in results(PIECES, args, torch.tensor(3.0)):
+        assert not tensor[~tensor.isnan()].any()
+    args[0].data[0, 0] = 0
+    assert not any(tensor.any() for tensor in results(PIECES, args, torch.tensor(3.0)))
+
+
+def test_masked_classes_get_nothing() -> None:
+    """A bias of -inf, also for all of a block."""
+    args = arguments(V=150)
+    args[2] %= 20
+    args[3].data[20:] = -torch.inf
+    loss, dx, dweight, dbias = results(PIECES, args, torch.tensor(1.0))
+    few = [args[0], args[1].detach()[:20].requires_grad_(), args[2] % 20, args[3].detach()[:20]]
+    want = results(reference, [*few[:3], few[3].requires_grad_(), *args[4:]], torch.tensor(1.0))
+    for mine, other in zip((loss, dx, dweight[:20], dbias[:20]), want, strict=True):
+        torch.testing.assert_close(mine, other)
+    assert not dweight[20:].any()
+
+
+def test_passes_the_contest_verification() -> None:
+    """On ordinary and hostile inputs: large means and scales, tiny values, zeros, one hot element."""
+    for options in ({"smoothing": 0.1, "z_loss": 1e-3}, {"softcap": 5.0, "reduction": "none"}):
+        case = OP.case(arguments(10, 12, 20, **options))  # type: ignore[arg-type]
+        _, deterministic = verify(OP, OP.candidate("triton"), yardsticks(OP, case))
+        assert deterministic
+
+
+def test_opcheck() -> None:
+    args = [*arguments(3), True, True, True]
+    args[7] = 2.0
+    torch.library.opcheck(kernels.op.traced.forward, (*args, True, ""))
