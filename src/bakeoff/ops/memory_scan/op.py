@@ -22,9 +22,19 @@ _SHAPES = {"w1": "G H D", "b1": "G H", "w2": "G V H", "b2": "G V"}
 
 
 def relations(case: Case) -> None:
-    """Raises TypeError for a chunk that is no whole number."""
+    """Raises TypeError for numbers that are not whole, ValueError for a read that has no orthogonalised form."""
     if type(case.chunk) is not int:
         raise TypeError(f"memory_scan: chunk is {case.chunk!r}, expected a whole number of tokens")
+    if type(case.orthogonalize) is not int:
+        raise TypeError(
+            f"memory_scan: orthogonalize is {case.orthogonalize!r}, expected a whole number of Newton-Schulz "
+            f"steps: 5 is usual, 0 means none"
+        )
+    if case.orthogonalize and case.read != "chunk":
+        raise ValueError(
+            f"memory_scan: orthogonalize is {case.orthogonalize} with read {case.read!r}: an orthogonalised "
+            f"update is no sum over tokens, so no memory within a chunk can be read; pass read='chunk'"
+        )
 
 
 check = Arguments(
@@ -45,6 +55,7 @@ check = Arguments(
         "forget": Tensor("G T", FLOATING, hint="one rate a token; expand a constant one"),
         "chunk": Number(least=1),
         "read": Choice(READS),
+        "orthogonalize": Number(least=0),
     },
     relations,
 )
@@ -116,6 +127,7 @@ def _case(
     read: str = "after",
     grad: bool = True,
     strided: bool = False,
+    orthogonalize: int = 0,
 ) -> Case:
     tokens = TensorMeta.dense((G, T, D), dtype, grad=grad)
     if strided:
@@ -136,6 +148,7 @@ def _case(
         **gates,
         "chunk": chunk,
         "read": read,
+        "orthogonalize": orthogonalize,
     }
     return Case(args, "cuda", name)
 
@@ -204,7 +217,7 @@ OP = Op(
             for part, shape in _SHAPES.items()
         },
     },
-    batched=frozenset(name for name in check.rules if name not in ("chunk", "read")),
+    batched=frozenset(name for name in check.rules if name not in ("chunk", "read", "orthogonalize")),
     draw=draw,
 )
 

@@ -3,6 +3,8 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from bakeoff.ops.memory_scan.orthogonal import moved
+
 __all__ = ["memory_scan", "recurrence"]
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -25,10 +27,12 @@ def memory_scan(
     forget: torch.Tensor,
     chunk: int = 64,
     read: str = "after",
+    orthogonalize: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """Shapes as in `bakeoff.ops.memory_scan`, memory and momentum by their parts: o, then these eight.
 
-    Backward runs each chunk's tokens again: autograd would keep a memory per token.
+    Backward runs each chunk's tokens again: autograd would keep a memory per token. With `orthogonalize` a
+    memory that begins at 0 tells by what a chunk would move the one at its start.
     """
     real = torch.promote_types(torch.promote_types(q.dtype, memory_w1.dtype), torch.float32)
     tokens = [t.to(real) for t in (q, k, v, lr, decay, forget)]
@@ -37,17 +41,24 @@ def memory_scan(
     outs = [tokens[2][:, :0]]
     for start in range(0, q.shape[1], chunk):
         part = [t[:, start : start + chunk] for t in tokens]
+        begin = [torch.zeros_like(w) for w in memory] if orthogonalize else memory
         out, *state = checkpoint(
             recurrence,
             *part,
             *memory,
-            *memory,
+            *begin,
             *momentum,
             read,
             use_reentrant=False,
             preserve_rng_state=False,
         )
         outs.append(out)
+        if orthogonalize:
+            kept = (1 - part[5]).prod(1)
+            state[:4] = [
+                moved(m, kept, step, orthogonalize, real) if m.dim() == 3 else kept[:, None] * m + step
+                for m, step in zip(memory, state[:4], strict=True)
+            ]
         memory, momentum = state[:4], state[4:]
     return (torch.cat(outs, 1).to(q.dtype), *memory, *momentum)
 
