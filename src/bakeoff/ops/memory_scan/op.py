@@ -22,7 +22,7 @@ _SHAPES = {"w1": "G H D", "b1": "G H", "w2": "G V H", "b2": "G V"}
 
 
 def relations(case: Case) -> None:
-    """Raises TypeError for numbers that are not whole, ValueError for a read that has no orthogonalised form."""
+    """Raises TypeError for numbers that are not whole, ValueError for orthogonalize with another read."""
     if type(case.chunk) is not int:
         raise TypeError(f"memory_scan: chunk is {case.chunk!r}, expected a whole number of tokens")
     if type(case.orthogonalize) is not int:
@@ -107,6 +107,18 @@ def cases() -> list[Case]:
         _case("2x1024 384-1536 chunk 64 fp32", 2, 1024, 384, 1536, 64, fp32),
         _case("12x1024 64-256 chunk 64 fp32", 12, 1024, 64, 256, 64, fp32),
         _case("4x2048 512-512 chunk 2048", 4, 2048, 512, 512, 2048, bf16, read="chunk"),
+        _case(
+            "4x2048 512-512 chunk 2048 orthogonal",
+            4,
+            2048,
+            512,
+            512,
+            2048,
+            bf16,
+            read="chunk",
+            orthogonalize=5,
+        ),
+        _case("3x1000 96-160 chunk 128", 3, 1000, 96, 160, 128, bf16, read="chunk"),
         _case("8x512 64-128 chunk 32 before", 8, 512, 64, 128, 32, bf16, read="before"),
         _case("fp16", 8, 256, 64, 64, 32, fp16),
         _case("forward", 16, 1024, 64, 128, 64, bf16, grad=False),
@@ -183,9 +195,29 @@ def triton_supports(case: Case) -> str | None:
     reason = needs_native(case)
     if reason is None and case.q.numel * case.v.numel == 0:
         reason = "empty q or v"
+    if reason is None and case.orthogonalize:
+        reason = "takes no orthogonalised updates"
     if reason is None and min(case.chunk, case.q.shape[1]) > _LONGEST:
         reason = f"takes chunks of up to {_LONGEST} tokens, not {case.chunk}"
     return reason
+
+
+def large_supports(case: Case) -> str | None:
+    """Why the products and kernels for large chunks can't take `case`, or None."""
+    reason = needs_native(case)
+    if reason is None and case.q.numel * case.v.numel == 0:
+        reason = "empty q or v"
+    if reason is None and case.read != "chunk":
+        reason = f"takes read 'chunk', not {case.read!r}"
+    if reason is None and min(case.chunk, case.q.shape[1]) <= _LONGEST:
+        reason = f"takes chunks of more than {_LONGEST} tokens, not {min(case.chunk, case.q.shape[1])}"
+    return reason
+
+
+def _large() -> Implementation:
+    from bakeoff.ops.memory_scan.large.scan import memory_scan
+
+    return memory_scan
 
 
 def _triton() -> Implementation:
@@ -202,6 +234,7 @@ OP = Op(
         Candidate("compiled", plain.compiled, supports=compiler_missing),
         Candidate("chunked", chunked),
         kernel_candidate("triton", _triton, triton_supports),
+        kernel_candidate("large", _large, large_supports),
     ),
     check=check,
     bucket=bucket,

@@ -51,9 +51,9 @@ def memory_stream(
     """
     if orthogonalize and (isinstance(state.filled, torch.Tensor) or state.filled):
         raise ValueError(
-            f"memory_stream: with orthogonalize a piece begins where a chunk does, and this state is within one "
-            f"(filled is {state.filled}): an orthogonalised update is no sum over tokens, so a chunk can't go on; "
-            f"feed multiples of chunk={chunk} tokens, with filled an int"
+            f"memory_stream: with orthogonalize a piece begins where a chunk does, got a state with filled "
+            f"{state.filled if isinstance(state.filled, int) else 'a tensor'}: such an update is no sum over "
+            f"tokens, so that a chunk can't go on; feed multiples of chunk={chunk} tokens, with filled an int"
         )
     real = working_dtype(q, state.memory[0])
     memory, momentum, start = (
