@@ -1,5 +1,4 @@
-"""Every kernel of memory_scan's large chunks in production configurations, compiled for GPUs that need not be
-here."""
+"""Every kernel of memory_scan's large chunks in production configurations, compiled for absent GPUs."""
 
 import pytest
 import torch
@@ -11,24 +10,23 @@ from bakeoff.ops.memory_scan.large.kernels import rows, state, weights
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 WHOLE = {"G", "T", "C", "c", "first", "b", "chunk", "tiles", "programs"}
 TOKENS = {
-    "z", "zq", "h", "hq", "y", "v", "o", "e", "dh", "weighted", "asked", "back", "do", "dv", "dh_bar", "h_bar",
-    "hq_bar", "zq_bar", "rows1", "rows2", "narrow1", "narrow2",
+    "z", "zq", "h", "hq", "y", "v", "o", "e", "dh", "weighted", "asked", "back", "do", "dv", "dh_bar",
+    "h_bar", "hq_bar", "zq_bar", "rows1", "rows2", "narrow1", "narrow2",
 }  # fmt: skip
 ROOMS = {name: room for room in (rows, state, weights) for name in room.__all__}
 
 
 def compiled(name, target, *, D=512, H=512, dtype=torch.bfloat16, whole=False):
     kernel, room = getattr(ROOMS[name], name), ROOMS[name]
+    cols = kernels.NARROW if room is state else kernels.COLS
     constants = {
-        "D": D, "H": H, "V": D, "ROWS": kernels.ROWS, "COLS": kernels.NARROW if room is state else kernels.COLS,
-        "BLOCK": kernels.BLOCK, "SCAN": kernels.SCAN, "PART": 4, "PARTS": 8, "WHOLE": whole,
+        "D": D, "H": H, "V": D, "ROWS": kernels.ROWS, "COLS": cols, "BLOCK": kernels.BLOCK,
+        "SCAN": kernels.SCAN, "PART": 4, "PARTS": 8, "WHOLE": whole,
     }  # fmt: skip
-    if whole:
-        constants |= dict.fromkeys(("w1", "w2") if name == "_step" else ("w1_bar", "w2_bar"))
-    if name == "_leaving":
-        constants = {key: value for key, value in constants.items() if key not in ("w1_bar", "w2_bar")}
-    if not whole:
-        constants["beta_bar"] = None
+    absent = (
+        {"_step": ("w1", "w2"), "_arriving": ("w1_bar", "w2_bar")}.get(name, ()) if whole else ("beta_bar",)
+    )
+    constants |= dict.fromkeys(absent)
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature = {
         key: "i64" if key in WHOLE else TYPES[dtype] if key in TOKENS else "*fp32"

@@ -1,4 +1,4 @@
-"""The candidate of memory_scan for large chunks, interpreted, against the float64 reference; chunks are small."""
+"""memory_scan's candidate for large chunks, interpreted with small ones, against the float64 reference."""
 
 import pytest
 import torch

@@ -11,9 +11,10 @@ from torch import Tensor
 from bakeoff.ops import memory_scan
 from bakeoff.ops.memory_scan import OP, MemoryState, memory_stream
 from bakeoff.ops.memory_scan.chunked import chunked
+from bakeoff.ops.memory_scan.large.steps import moved_backward
 from bakeoff.ops.memory_scan.op import READS, draw, large_supports, triton_supports
-from bakeoff.ops.memory_scan.orthogonal import moved, moved_backward, newton_schulz
 from bakeoff.ops.memory_scan.plain import at_the_end, coefficients, eager
+from bakeoff.ops.memory_scan.reference import iterated, moved
 from bakeoff.ops.memory_scan.reference import memory_scan as reference
 from bakeoff.select import Case, TensorMeta
 
@@ -119,7 +120,7 @@ def test_the_sizes_of_rates_do_not_matter_to_an_orthogonalised_update() -> None:
 def test_newton_schulz_and_its_derivative(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, step = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
-    values = torch.linalg.svdvals(newton_schulz(step, 8, torch.float64))
+    values = torch.linalg.svdvals(iterated(step, 8, torch.float64)[0])
     assert 0.6 < values.min() < values.max() < 1.3
     leaves = [x.requires_grad_() for x in (weight, torch.rand(shape[:1], dtype=torch.float64), step)]
     assert torch.autograd.gradcheck(lambda *a: moved(*a, 3, torch.float64), leaves)
@@ -144,7 +145,7 @@ def test_whole_chunks_of_orthogonalised_updates_go_on() -> None:
         outs.append(out)
     torch.testing.assert_close((torch.cat(outs, 1), state.memory, state.momentum), (o, memory, momentum))
     for within in (state, state._replace(filled=torch.tensor(0))):
-        with pytest.raises(ValueError, match="begins where a chunk does.*feed multiples of chunk=4 tokens"):
+        with pytest.raises(ValueError, match=r"begins where a chunk does.*feed multiples of chunk=4 tokens"):
             memory_stream(*[x[:, :1] for x in (q, k, v, lr, decay, forget)], within, **how)
 
 
@@ -327,7 +328,7 @@ def test_refusals() -> None:
         memory_scan(q, k, v, memory, momentum, *gates, chunk=2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="read is 'now', expected one of after, before, chunk"):
         memory_scan(q, k, v, memory, momentum, *gates, read="now")
-    with pytest.raises(ValueError, match="no sum over tokens.*pass read='chunk'"):
+    with pytest.raises(ValueError, match=r"no sum over tokens.*pass read='chunk'"):
         memory_scan(q, k, v, memory, momentum, *gates, orthogonalize=5)
     with pytest.raises(TypeError, match="whole number of Newton-Schulz steps"):
         memory_scan(q, k, v, memory, momentum, *gates, read="chunk", orthogonalize=True)

@@ -78,7 +78,7 @@ def bucket(case: Case) -> Case:
 def cost(case: Case) -> Cost:
     """Tokens and state once each way. FLOPs: two per weight and token for each product with a weight matrix
     or a sum of outer products, and the masked products inside chunks; backward twice as many, and the
-    forward's products with keys again."""
+    forward's products with keys again. Each Newton-Schulz step is three products of the smaller side."""
     G, T, D = case.q.shape
     V, H = case.memory_w2.shape[1:]
     inside = min(case.chunk, T)
@@ -89,6 +89,10 @@ def cost(case: Case) -> Cost:
     flops = 2 * G * T * H * (keys + asked * (D + V))
     if case.read != "chunk":
         flops += 4 * G * T * inside * (D + V + 2 * H) // 2
+    for rows, columns in ((H, D), (V, H)):
+        least, most = min(rows, columns), max(rows, columns)
+        chunks = -(-T // case.chunk)
+        flops += G * chunks * case.orthogonalize * 2 * least**2 * (least + 2 * most)
     states = sum(meta.nbytes for name, meta in case.tensors.items() if name not in _TOKENS)
     tokens = sum(case.tensors[name].nbytes for name in _TOKENS) + case.v.nbytes
     if not case.needs_grad:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bakeoff.ops.memory_scan.orthogonal import moved
+from bakeoff.ops.memory_scan.reference import moved
 from bakeoff.select.declare.compiled import compiled as compile_formula
 
 Ends = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
