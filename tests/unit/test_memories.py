@@ -1,6 +1,6 @@
 """The cases of `bakeoff.apps.bench.memories`; its times need a GPU."""
 
-from bakeoff.apps.bench import memories
+from bakeoff.apps.bench import large_chunk, memories
 from bakeoff.ops.memory_scan import OP
 
 
@@ -16,3 +16,13 @@ def test_shortened_cases_keep_all_but_groups_and_tokens():
 
 def test_the_timed_cases_are_in_the_ops_grid():
     assert set(memories.TIMED) <= {case.name for case in OP.cases()}
+
+
+def test_the_rate_of_known_flops():
+    case = next(case for case in OP.cases() if case.name == "4x2048 512-512 chunk 2048")
+    flops = OP.cost(case.without_grad()).flops
+    assert flops == large_chunk.products(4, 2048, 512, 512)  # nine products each
+    assert memories.rate(flops, 100.0, 773.1) == {"tflops": "387", "share": "0.500"}
+    assert memories.rate(0, 100.0, 773.1) == {"tflops": "", "share": ""}
+    flat = next(case for case in OP.cases() if case.name.endswith("orthogonal")).without_grad()
+    assert OP.cost(flat).flops - flops == 4 * 2 * 5 * 3 * 2 * 512**3

@@ -11,10 +11,12 @@ from torch import Tensor
 from bakeoff.ops import memory_scan
 from bakeoff.ops.memory_scan import OP, MemoryState, memory_stream
 from bakeoff.ops.memory_scan.chunked import chunked
-from bakeoff.ops.memory_scan.op import READS, draw
+from bakeoff.ops.memory_scan.large.steps import moved_backward
+from bakeoff.ops.memory_scan.op import READS, draw, large_supports, triton_supports
 from bakeoff.ops.memory_scan.plain import at_the_end, coefficients, eager
+from bakeoff.ops.memory_scan.reference import iterated, moved
 from bakeoff.ops.memory_scan.reference import memory_scan as reference
-from bakeoff.select import TensorMeta
+from bakeoff.select import Case, TensorMeta
 
 PLAIN = pytest.mark.parametrize("fn", [reference, eager, chunked])
 
@@ -48,7 +50,7 @@ def step(fn: Any, args: Sequence[Tensor], *rest: Any) -> list[Tensor]:
 
 def by_autograd(*args: Any) -> tuple[Tensor, ...]:
     """The recurrence of the docstring, with gradients that autograd finds, and differentiates again."""
-    q, k, v, *state, lr, decay, forget, chunk, read = args
+    q, k, v, *state, lr, decay, forget, chunk, read, orthogonalize = (*args, 0)[:17]
     memory, momentum = list(state[:4]), list(state[4:])
 
     def answer(parts: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -59,7 +61,7 @@ def by_autograd(*args: Any) -> tuple[Tensor, ...]:
     outs = []
     for t in range(q.shape[1]):
         if t % chunk == 0:
-            start = memory
+            start, step, kept = memory, [torch.zeros_like(m) for m in memory], torch.ones_like(lr[:, 0])
         loss = (answer(start, k[:, t]) - v[:, t]).square().sum()
         found = torch.autograd.grad(loss, start, create_graph=True)
         before = memory
@@ -69,8 +71,82 @@ def by_autograd(*args: Any) -> tuple[Tensor, ...]:
 
         momentum = [rate(decay, s) * s - rate(lr, s) * u for s, u in zip(momentum, found, strict=True)]
         memory = [rate(1 - forget, m) * m + s for m, s in zip(memory, momentum, strict=True)]
+        step = [rate(1 - forget, d) * d + s for d, s in zip(step, momentum, strict=True)]
+        kept = kept * (1 - forget[:, t])
+        if orthogonalize and t in (q.shape[1] - 1, t // chunk * chunk + chunk - 1):
+            memory = list(memory)
+            for i in (0, 2):
+                memory[i] = torch.stack(
+                    [flattened(*of, orthogonalize) for of in zip(start[i], kept, step[i], strict=True)]
+                )
         outs.append(answer({"after": memory, "before": before, "chunk": start}[read], q[:, t]))
     return (torch.stack(outs, 1), *memory, *momentum)
+
+
+def flattened(weight: Tensor, kept: Tensor, step: Tensor, count: int) -> Tensor:
+    """One matrix after a chunk, by the iteration as a polynomial of X X' on the left."""
+    x = step / (step.square().sum().sqrt() + 1e-7)
+    for _ in range(count):
+        gram = x @ x.mT
+        x = (3.4445 * torch.eye(len(x), dtype=x.dtype) - 4.7750 * gram + 2.0315 * gram @ gram) @ x
+    new = kept * weight + x
+    return new * (weight.square().sum(1).sqrt() / (new.square().sum(1).sqrt() + 1e-7))[:, None]
+
+
+@PLAIN
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_orthogonalised_update(fn: Any, steps: int) -> None:
+    args = drawn(2, 8, 3, 5, 2)
+    mine, truth = (step(f, args, 3, "chunk", steps) for f in (fn, by_autograd))
+    for a, b in zip(mine, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(mine[1].norm(dim=2), args[3].norm(dim=2), rtol=1e-5, atol=0)
+    one, plain = fn(*args, 8, "chunk", steps), fn(*args, 8, "chunk")
+    assert not torch.allclose(one[1], plain[1], rtol=1e-2)
+    for i in (0, 2, 4, 5, 6, 7, 8):  # answers, biases and the momentum of one chunk are as always
+        torch.testing.assert_close(one[i], plain[i], rtol=1e-12, atol=1e-14)
+
+
+def test_the_sizes_of_rates_do_not_matter_to_an_orthogonalised_update() -> None:
+    args = drawn(2, 6, 3, 5, 2, grad=False)
+    args[7:11] = [torch.zeros_like(s) for s in args[7:11]]
+    other = [*args[:11], 3 * args[11], *args[12:]]
+    one, three = (eager(*a, 6, "chunk", 5) for a in (args, other))
+    torch.testing.assert_close(one[1], three[1], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(one[5], three[5], rtol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3), (2, 3, 5), (1, 4, 4)])
+def test_newton_schulz_and_its_derivative(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, step = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    values = torch.linalg.svdvals(iterated(step, 8, torch.float64)[0])
+    assert 0.6 < values.min() < values.max() < 1.3
+    leaves = [x.requires_grad_() for x in (weight, torch.rand(shape[:1], dtype=torch.float64), step)]
+    assert torch.autograd.gradcheck(lambda *a: moved(*a, 3, torch.float64), leaves)
+    made = moved(*leaves, 5, torch.float64)
+    arriving = torch.randn(shape, generator=generator, dtype=torch.float64)
+    truth = torch.autograd.grad(made, leaves, arriving)
+    mine = moved_backward(*(x.detach() for x in leaves), 5, torch.float64, arriving)
+    torch.testing.assert_close(mine, truth, rtol=1e-11, atol=1e-12)
+    nothing = moved_backward(*(torch.zeros_like(x) for x in leaves), 5, torch.float64, arriving)
+    assert all(x.isfinite().all() for x in nothing)
+
+
+def test_whole_chunks_of_orthogonalised_updates_go_on() -> None:
+    args = drawn(2, 11, 3, 4, 2, grad=False)
+    q, k, v, *parts, lr, decay, forget = args
+    state = MemoryState(tuple(parts[:4]), tuple(parts[4:]), tuple(parts[:4]))
+    how: dict[str, Any] = {"chunk": 4, "read": "chunk", "orthogonalize": 5}
+    o, memory, momentum = memory_scan(q, k, v, parts[:4], parts[4:], lr, decay, forget, **how)
+    outs = []
+    for begin, end in ((0, 4), (4, 11)):
+        out, state = memory_stream(*[x[:, begin:end] for x in (q, k, v, lr, decay, forget)], state, **how)
+        outs.append(out)
+    torch.testing.assert_close((torch.cat(outs, 1), state.memory, state.momentum), (o, memory, momentum))
+    for within in (state, state._replace(filled=torch.tensor(0))):
+        with pytest.raises(ValueError, match=r"begins where a chunk does.*feed multiples of chunk=4 tokens"):
+            memory_stream(*[x[:, :1] for x in (q, k, v, lr, decay, forget)], within, **how)
 
 
 @PLAIN
@@ -252,6 +328,12 @@ def test_refusals() -> None:
         memory_scan(q, k, v, memory, momentum, *gates, chunk=2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="read is 'now', expected one of after, before, chunk"):
         memory_scan(q, k, v, memory, momentum, *gates, read="now")
+    with pytest.raises(ValueError, match=r"no sum over tokens.*pass read='chunk'"):
+        memory_scan(q, k, v, memory, momentum, *gates, orthogonalize=5)
+    with pytest.raises(TypeError, match="whole number of Newton-Schulz steps"):
+        memory_scan(q, k, v, memory, momentum, *gates, read="chunk", orthogonalize=True)
+    with pytest.raises(ValueError, match="orthogonalize must be >= 0"):
+        memory_scan(q, k, v, memory, momentum, *gates, read="chunk", orthogonalize=-1)
     with pytest.raises(TypeError, match=r"memory_w1 is torch.bfloat16; expected float32"):
         memory_scan(q, k, v, [p.bfloat16() for p in memory], momentum, *gates)  # type: ignore[arg-type]
 
@@ -260,6 +342,19 @@ def test_documented_example() -> None:
     (example,) = doctest.DocTestFinder().find(memory_scan, globs={})
     assert example.examples
     assert doctest.DocTestRunner().run(example).failed == 0
+
+
+def test_kernels_say_which_chunks_they_take() -> None:
+    cases = {case.name: case for case in OP.cases()}
+    large = cases["4x2048 512-512 chunk 2048"]
+    assert large_supports(large) is None
+    assert triton_supports(large) == "takes chunks of up to 64 tokens, not 2048"
+    short = large.replace(chunk=64)
+    assert large_supports(short) == "takes chunks of more than 64 tokens, not 64"
+    assert triton_supports(short) is None
+    assert triton_supports(short.replace(orthogonalize=5)) == "takes no orthogonalised updates"
+    assert large_supports(large.replace(read="after")) == "takes read 'chunk', not 'after'"
+    assert "runs on CUDA" in str(large_supports(Case(large.args, "cpu")))
 
 
 def test_the_grid_is_valid() -> None:

@@ -53,6 +53,8 @@ def large_chunk(
     return o, new[0], new[1], new[2]
 
 
-def products(G: int, T: int, D: int, H: int) -> int:
-    """FLOPs of the products with tokens, forward: three to answer, three to differentiate, three sums."""
-    return 9 * 2 * G * T * D * H
+def products(G: int, T: int, D: int, H: int, orthogonal: bool = False) -> int:
+    """FLOPs of the products, forward: with tokens three to answer, three to differentiate, three sums; with
+    `orthogonal` three for each of five steps of each matrix."""
+    least, most = min(D, H), max(D, H)
+    return 9 * 2 * G * T * D * H + orthogonal * 3 * 5 * 2 * G * least**2 * (least + 2 * most)

@@ -5,9 +5,11 @@
 Four kinds of case. The op's own: the candidates of memory_scan, each first verified on 160 tokens of the
 case. "layer": `bakeoff.nn.NeuralMemory` beside titans-pytorch's NeuralMemory with equal width, heads, hidden
 units and chunk; both have projections and gates of their own. "large": LaCT's arithmetic in plain PyTorch, of
-the size of memory_scan's case of one chunk of 2048 tokens. "linear": other recurrences over as many tokens
+the size of memory_scan's cases of one chunk of 2048 tokens; `--only 4x2048` times these alone, each other's
+candidates beside it. "linear": other recurrences over as many tokens
 and heads, which know a matrix where memory_scan has an MLP: fla's gated delta rule and its TTT-linear.
-Packages that aren't installed are left out, with a line that says so.
+Packages that aren't installed are left out, with a line that says so. Where the FLOPs that an answer and its
+gradients take at least are known, rows tell the rate that this makes and its share of a large product's.
 """
 
 import csv
@@ -22,7 +24,7 @@ import torch
 
 from bakeoff import hardware
 from bakeoff.apps.bench import results
-from bakeoff.apps.bench.large_chunk import large_chunk
+from bakeoff.apps.bench.large_chunk import large_chunk, products
 from bakeoff.device import named_device
 from bakeoff.nn import NeuralMemory
 from bakeoff.ops.memory_scan import OP
@@ -36,11 +38,14 @@ __all__ = ["TIMED", "main", "shortened"]
 _TOKENS = ("q", "k", "v", "lr", "decay", "forget")
 _RUNS = 21
 TIMED = ("12x1024 64-256 chunk 64", "12x1024 64-256 chunk 16", "64x1024 64-64 chunk 64",
-        "2x1024 384-1536 chunk 64 fp32", "4x2048 512-512 chunk 2048")  # fmt: skip
+        "2x1024 384-1536 chunk 64 fp32", "4x2048 512-512 chunk 2048",
+        "4x2048 512-512 chunk 2048 orthogonal")  # fmt: skip
 _LAYERS = [(2, 1024, 384, 1, 4, 64), (2, 1024, 384, 1, 4, 16), (4, 512, 512, 8, 2, 64)]
 """Rows, tokens, width, heads, hidden units over inputs, chunk."""
 
 Call = Callable[[], Any]
+Timed = tuple[str, str, str, str, dict[str, Call], dict[str, int]]
+"""Kind and case, dtype, candidate, whether it is verified, what to time, and the FLOPs that are known."""
 
 
 def shortened(case: Case) -> Case:
@@ -108,14 +113,15 @@ def both_ways(function: Callable[..., Any], args: list[Any], learned: list[torch
     return {"forward": forward, "both": both}
 
 
-def of_op(device: torch.device, only: str) -> Iterator[tuple[str, str, str, str, dict[str, Call]]]:
-    """Kind, case, dtype and candidate, whether it is verified, and what to time."""
+def of_op(device: torch.device, only: str) -> Iterator[Timed]:
+    """The op's candidates."""
     for listed in OP.cases():
         if listed.name not in TIMED or only not in listed.name:
             continue
         case = Case(listed.args, str(device), listed.name)
+        flops = {"forward": OP.cost(case.without_grad()).flops, "both": OP.cost(case).flops}
         sticks = list(yardsticks(OP, shortened(case)))
-        for name in ("triton", "chunked", "compiled", "eager"):
+        for name in ("triton", "large", "chunked", "compiled", "eager"):
             if name == "compiled" and listed.chunk < listed.q.shape[1]:
                 continue  # a graph of all chunks takes minutes to compile
             candidate = OP.candidate(name)
@@ -129,10 +135,11 @@ def of_op(device: torch.device, only: str) -> Iterator[tuple[str, str, str, str,
             args = inputs(OP, case, 0)
             learned = [x for x in args if isinstance(x, torch.Tensor)]
             dtype = str(args[0].dtype).removeprefix("torch.")
-            yield case.name, dtype, name, verdict, both_ways(candidate.implementation, args, learned)
+            calls = both_ways(candidate.implementation, args, learned)
+            yield case.name, dtype, name, verdict, calls, flops
 
 
-def of_layers(device: torch.device, only: str) -> Iterator[tuple[str, str, str, str, dict[str, Call]]]:
+def of_layers(device: torch.device, only: str) -> Iterator[Timed]:
     """The same for whole layers."""
     theirs = _package("titans_pytorch")
     for rows, T, width, heads, wide, chunk in _LAYERS:
@@ -157,10 +164,10 @@ def of_layers(device: torch.device, only: str) -> Iterator[tuple[str, str, str, 
                         return layer(x)[0]  # type: ignore[no-any-return]
 
                 text = str(dtype).removeprefix("torch.")
-                yield name, text, called, "", both_ways(run, [x], [x, *layer.parameters()])
+                yield name, text, called, "", both_ways(run, [x], [x, *layer.parameters()]), {}
 
 
-def of_large(device: torch.device, only: str) -> Iterator[tuple[str, str, str, str, dict[str, Call]]]:
+def of_large(device: torch.device, only: str) -> Iterator[Timed]:
     """The same for LaCT's arithmetic, at the size of memory_scan's case of one large chunk."""
     G, T, D = 4, 2048, 512
     name = f"large {G}x{T}x{D}, gated"
@@ -172,10 +179,12 @@ def of_large(device: torch.device, only: str) -> Iterator[tuple[str, str, str, s
         compiled = torch.compile(large_chunk, dynamic=False)
         for called, function in (("plain PyTorch", large_chunk), ("torch.compile", compiled)):
             what = f"LaCT's arithmetic{', orthogonal' * orthogonal}, {called}"
-            yield name, "bfloat16", what, "", both_ways(function, [*args, orthogonal], learned)
+            flops = products(G, T, D, D, orthogonal)
+            calls = both_ways(function, [*args, orthogonal], learned)
+            yield name, "bfloat16", what, "", calls, {"forward": flops, "both": 3 * flops}
 
 
-def of_matrices(device: torch.device, only: str) -> Iterator[tuple[str, str, str, str, dict[str, Call]]]:
+def of_matrices(device: torch.device, only: str) -> Iterator[Timed]:
     """The same for recurrences whose memory is a matrix."""
     delta, ttt = _package("fla.ops.gated_delta_rule"), _package("fla.ops.ttt")
 
@@ -191,11 +200,11 @@ def of_matrices(device: torch.device, only: str) -> Iterator[tuple[str, str, str
         g = -torch.rand(1, T, H, device=device)
         gates = [g.requires_grad_(), torch.rand(1, T, H, device=device, dtype=v.dtype).requires_grad_()]
         calls = both_ways(delta.chunk_gated_delta_rule, [q, k, v, *gates], [q, k, v, *gates])
-        yield f"linear {H}x{T}x{D}", "bfloat16", "fla gated delta rule", "", calls
+        yield f"linear {H}x{T}x{D}", "bfloat16", "fla gated delta rule", "", calls, {}
     if ttt is not None:
         rest = [drawn(H, D), drawn(H, D), torch.full_like(v[..., :1], 0.05).detach().requires_grad_()]
         calls = both_ways(ttt.fused_chunk_ttt_linear, [q, k, v, *rest], [q, k, v, *rest])
-        yield f"linear {H}x{T}x{D}, chunk 16", "bfloat16", "fla ttt_linear", "", calls
+        yield f"linear {H}x{T}x{D}, chunk 16", "bfloat16", "fla ttt_linear", "", calls, {}
 
 
 def _package(name: str) -> Any:
@@ -206,6 +215,16 @@ def _package(name: str) -> Any:
         return None
 
 
+def rate(flops: int, us: float, limit: float) -> dict[str, str]:
+    """TFLOP/s, and their share of `limit`; empty for no FLOPs."""
+    tflops = flops / us / 1e6
+    return (
+        {"tflops": f"{tflops:.0f}", "share": f"{tflops / limit:.3f}"}
+        if flops
+        else {"tflops": "", "share": ""}
+    )
+
+
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Results file to write.")
 @click.option("--device", default="auto", help="cuda or cuda:N.")
@@ -214,17 +233,21 @@ def main(out: Path, device: str, only: str) -> None:
     """Time everything, and write OUT."""
     place = named_device(device)
     facts = hardware.facts(str(place))
+    limit = hardware.ceilings(str(place)).matmul_tflops
     common = {"gpu": facts.device, "torch": facts.torch, "triton": facts.triton, "date": results.now()[:10]}
     rows: list[dict[str, str]] = []
     for part in (of_layers, of_matrices, of_large, of_op):
-        for case, dtype, candidate, verdict, calls in part(place, only):
+        for case, dtype, candidate, verdict, calls, flops in part(place, only):
             for direction, call in calls.items():
                 regime, us, peak = measured(call)
                 row = common | {"op": "memory_scan", "case": case, "dtype": dtype, "regime": regime}
                 row |= {"direction": direction, "candidate": candidate, "us": f"{us:.0f}"}
-                row |= {"peak_mib": f"{peak:.0f}", "verified": verdict}
+                row |= {"peak_mib": f"{peak:.0f}", "verified": verdict} | rate(
+                    flops.get(direction, 0), us, limit
+                )
                 click.echo(
-                    f"{case:50} {dtype:9} {candidate:22} {direction:8} {us:9.0f} us {peak:7.0f} MiB {verdict}"
+                    f"{case:50} {dtype:9} {candidate:22} {direction:8} {us:9.0f} us {peak:7.0f} MiB "
+                    f"{row['tflops']:>5} TFLOP/s {row['share']:>5} {verdict}"
                 )
                 rows.append(row)
             out.parent.mkdir(parents=True, exist_ok=True)

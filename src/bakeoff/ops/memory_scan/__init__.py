@@ -21,6 +21,7 @@ def memory_scan(
     forget: torch.Tensor,
     chunk: int = 64,
     read: str = "after",
+    orthogonalize: int = 0,
     *,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, Memory, Memory]:
@@ -42,6 +43,12 @@ def memory_scan(
     The state is float32 (float64 if it or q is); with 16-bit q, k, v products are taken in their dtype and
     summed in float32. Gradients are in closed form, so it learns under no_grad and inference_mode, too.
 
+    With `orthogonalize` a chunk moves its matrices in another way. D = f S_0 - sum_i G_i u_i is what its b
+    tokens otherwise add to kept M_0, kept = (1 - forget_1) ... (1 - forget_b). Now W_b = kept W_0 + NS(D),
+    and then every row of W_b gets the length that it has in W_0. NS takes that many Newton-Schulz steps from
+    D / |D|, which bring all singular values near 1, so that of the rates only their ratios matter. Biases and
+    the momentum, a sum of gradients, are as always; what it adds to the memory is part of D.
+
     Args:
         q, k: [G, T, D], float16, bfloat16, float32 or float64, of one dtype with v. G counts memories, as a
             rule samples times heads. Keys of length 1 keep the learning stable at any D.
@@ -54,6 +61,9 @@ def memory_scan(
         forget: [G, T], what M loses, as a rule in [0, 1].
         chunk: how many tokens share the memory at which their gradients are taken; 1 is plain online descent.
         read: "after", "before" or "chunk".
+        orthogonalize: how many Newton-Schulz steps the updates of W1 and W2 take; 5 is usual, 0 means none.
+            With read "chunk" alone: such an update is no sum over tokens, so that those within the chunk have
+            no memory to ask. Rows of zeros stay so.
         impl: the candidate to run; by default the selected one.
 
     Returns:
@@ -61,11 +71,14 @@ def memory_scan(
         (float64 where computed so). All carry gradients, to all arguments.
 
     Raises:
-        ValueError: shapes that don't fit, chunk below 1, another `read`; the message says what was expected.
+        ValueError: shapes that don't fit, chunk below 1, another `read`, `orthogonalize` with a read that is
+            not "chunk"; the message says what was expected.
         TypeError: dtypes that don't fit.
         bakeoff.errors.Unsupported: `impl` can't take these arguments; the message gives every reason.
 
-    Source: Behrouz et al. 2024, Titans: Learning to Memorize at Test Time, sections 3.1 and 3.2.
+    Source: Behrouz et al. 2024, Titans: Learning to Memorize at Test Time, sections 3.1 and 3.2. The
+    orthogonalised update of large chunks: Zhang et al. 2025, Test-Time Training Done Right (LaCT), with the
+    iteration of Jordan et al. 2024, Muon: An optimizer for hidden layers in neural networks.
 
     Example:
         >>> import torch
@@ -78,6 +91,6 @@ def memory_scan(
         tensor([[[1., 1.]]])
     """
     out: tuple[torch.Tensor, ...] = call(
-        OP, q, k, v, *memory, *momentum, lr, decay, forget, chunk, read, impl=impl
+        OP, q, k, v, *memory, *momentum, lr, decay, forget, chunk, read, orthogonalize, impl=impl
     )
     return out[0], out[1:5], out[5:9]  # type: ignore[return-value]

@@ -21,7 +21,7 @@ def chunked(*args: Any) -> tuple[torch.Tensor, ...]:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-        q, k, v, *parts, lr, decay, forget, chunk, read = args
+        q, k, v, *parts, lr, decay, forget, chunk, read, orthogonalize = (*args, 0)[:17]
         real = working_dtype(q, parts[0])
         state = [part.to(real) for part in parts]
         o = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -31,10 +31,11 @@ class _Chunked(torch.autograd.Function):
                 starts += state
                 here = slice(index * chunk, (index + 1) * chunk)
                 piece = [x[:, here] for x in (q, k, v, lr, decay, forget)]
-                out, *state = chunk_step(piece, state[:4], state[:4], state[4:], read)
+                out, *state = chunk_step(piece, state[:4], state[:4], state[4:], read, orthogonalize)
                 o[:, here] = out
         ctx.save_for_backward(q, k, v, lr, decay, forget, *starts)
-        ctx.chunk, ctx.read, ctx.dtypes = chunk, read, [part.dtype for part in parts]
+        ctx.chunk, ctx.how, ctx.dtypes = chunk, (read, orthogonalize), [part.dtype for part in parts]
+        ctx.arguments = len(args)
         if not starts:
             state = [part.clone() for part in state]
         return (o, *state)
@@ -51,7 +52,7 @@ class _Chunked(torch.autograd.Function):
                 piece = [x[:, here].detach().requires_grad_() for x in tokens]
                 state = [x.detach().requires_grad_() for x in starts[8 * index : 8 * index + 8]]
                 with torch.enable_grad():
-                    made = chunk_step(piece, state[:4], state[:4], state[4:], ctx.read)
+                    made = chunk_step(piece, state[:4], state[:4], state[4:], *ctx.how)
                 grads = torch.autograd.grad(
                     made, [*piece, *state], [do[:, here].to(made[0].dtype), *going], materialize_grads=True
                 )
@@ -59,4 +60,4 @@ class _Chunked(torch.autograd.Function):
                     whole[:, here] = part
                 going = list(grads[6:])
         going = [x.to(dtype) for x, dtype in zip(going, ctx.dtypes, strict=True)]
-        return (*found[:3], *going, *found[3:], None, None)
+        return (*found[:3], *going, *found[3:], *[None] * (ctx.arguments - 14))

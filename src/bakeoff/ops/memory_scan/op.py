@@ -22,9 +22,19 @@ _SHAPES = {"w1": "G H D", "b1": "G H", "w2": "G V H", "b2": "G V"}
 
 
 def relations(case: Case) -> None:
-    """Raises TypeError for a chunk that is no whole number."""
+    """Raises TypeError for numbers that are not whole, ValueError for orthogonalize with another read."""
     if type(case.chunk) is not int:
         raise TypeError(f"memory_scan: chunk is {case.chunk!r}, expected a whole number of tokens")
+    if type(case.orthogonalize) is not int:
+        raise TypeError(
+            f"memory_scan: orthogonalize is {case.orthogonalize!r}, expected a whole number of Newton-Schulz "
+            f"steps: 5 is usual, 0 means none"
+        )
+    if case.orthogonalize and case.read != "chunk":
+        raise ValueError(
+            f"memory_scan: orthogonalize is {case.orthogonalize} with read {case.read!r}: an orthogonalised "
+            f"update is no sum over tokens, so no memory within a chunk can be read; pass read='chunk'"
+        )
 
 
 check = Arguments(
@@ -45,6 +55,7 @@ check = Arguments(
         "forget": Tensor("G T", FLOATING, hint="one rate a token; expand a constant one"),
         "chunk": Number(least=1),
         "read": Choice(READS),
+        "orthogonalize": Number(least=0),
     },
     relations,
 )
@@ -67,7 +78,7 @@ def bucket(case: Case) -> Case:
 def cost(case: Case) -> Cost:
     """Tokens and state once each way. FLOPs: two per weight and token for each product with a weight matrix
     or a sum of outer products, and the masked products inside chunks; backward twice as many, and the
-    forward's products with keys again."""
+    forward's products with keys again. Each Newton-Schulz step is three products of the smaller side."""
     G, T, D = case.q.shape
     V, H = case.memory_w2.shape[1:]
     inside = min(case.chunk, T)
@@ -78,6 +89,10 @@ def cost(case: Case) -> Cost:
     flops = 2 * G * T * H * (keys + asked * (D + V))
     if case.read != "chunk":
         flops += 4 * G * T * inside * (D + V + 2 * H) // 2
+    for rows, columns in ((H, D), (V, H)):
+        least, most = min(rows, columns), max(rows, columns)
+        chunks = -(-T // case.chunk)
+        flops += G * chunks * case.orthogonalize * 2 * least**2 * (least + 2 * most)
     states = sum(meta.nbytes for name, meta in case.tensors.items() if name not in _TOKENS)
     tokens = sum(case.tensors[name].nbytes for name in _TOKENS) + case.v.nbytes
     if not case.needs_grad:
@@ -96,6 +111,18 @@ def cases() -> list[Case]:
         _case("2x1024 384-1536 chunk 64 fp32", 2, 1024, 384, 1536, 64, fp32),
         _case("12x1024 64-256 chunk 64 fp32", 12, 1024, 64, 256, 64, fp32),
         _case("4x2048 512-512 chunk 2048", 4, 2048, 512, 512, 2048, bf16, read="chunk"),
+        _case(
+            "4x2048 512-512 chunk 2048 orthogonal",
+            4,
+            2048,
+            512,
+            512,
+            2048,
+            bf16,
+            read="chunk",
+            orthogonalize=5,
+        ),
+        _case("3x1000 96-160 chunk 128", 3, 1000, 96, 160, 128, bf16, read="chunk"),
         _case("8x512 64-128 chunk 32 before", 8, 512, 64, 128, 32, bf16, read="before"),
         _case("fp16", 8, 256, 64, 64, 32, fp16),
         _case("forward", 16, 1024, 64, 128, 64, bf16, grad=False),
@@ -116,6 +143,7 @@ def _case(
     read: str = "after",
     grad: bool = True,
     strided: bool = False,
+    orthogonalize: int = 0,
 ) -> Case:
     tokens = TensorMeta.dense((G, T, D), dtype, grad=grad)
     if strided:
@@ -136,6 +164,7 @@ def _case(
         **gates,
         "chunk": chunk,
         "read": read,
+        "orthogonalize": orthogonalize,
     }
     return Case(args, "cuda", name)
 
@@ -170,9 +199,29 @@ def triton_supports(case: Case) -> str | None:
     reason = needs_native(case)
     if reason is None and case.q.numel * case.v.numel == 0:
         reason = "empty q or v"
+    if reason is None and case.orthogonalize:
+        reason = "takes no orthogonalised updates"
     if reason is None and min(case.chunk, case.q.shape[1]) > _LONGEST:
         reason = f"takes chunks of up to {_LONGEST} tokens, not {case.chunk}"
     return reason
+
+
+def large_supports(case: Case) -> str | None:
+    """Why the products and kernels for large chunks can't take `case`, or None."""
+    reason = needs_native(case)
+    if reason is None and case.q.numel * case.v.numel == 0:
+        reason = "empty q or v"
+    if reason is None and case.read != "chunk":
+        reason = f"takes read 'chunk', not {case.read!r}"
+    if reason is None and min(case.chunk, case.q.shape[1]) <= _LONGEST:
+        reason = f"takes chunks of more than {_LONGEST} tokens, not {min(case.chunk, case.q.shape[1])}"
+    return reason
+
+
+def _large() -> Implementation:
+    from bakeoff.ops.memory_scan.large.scan import memory_scan
+
+    return memory_scan
 
 
 def _triton() -> Implementation:
@@ -189,6 +238,7 @@ OP = Op(
         Candidate("compiled", plain.compiled, supports=compiler_missing),
         Candidate("chunked", chunked),
         kernel_candidate("triton", _triton, triton_supports),
+        kernel_candidate("large", _large, large_supports),
     ),
     check=check,
     bucket=bucket,
@@ -204,7 +254,7 @@ OP = Op(
             for part, shape in _SHAPES.items()
         },
     },
-    batched=frozenset(name for name in check.rules if name not in ("chunk", "read")),
+    batched=frozenset(name for name in check.rules if name not in ("chunk", "read", "orthogonalize")),
     draw=draw,
 )
 

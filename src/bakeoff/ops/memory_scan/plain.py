@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from bakeoff.ops.memory_scan.reference import moved
 from bakeoff.select.declare.compiled import compiled as compile_formula
 
 Ends = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
@@ -44,13 +45,14 @@ def eager(
     forget: torch.Tensor,
     chunk: int = 64,
     read: str = "after",
+    orthogonalize: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """A loop over chunks. Products of 16-bit tokens are rounded to their dtype, the state stays float32."""
     parts = (memory_w1, memory_b1, memory_w2, memory_b2, momentum_w1, momentum_b1, momentum_w2, momentum_b2)
     if q.is_meta or not torch.is_autocast_enabled(q.device.type):
-        return _eager(q, k, v, parts, lr, decay, forget, chunk, read)
+        return _eager(q, k, v, parts, lr, decay, forget, chunk, read, orthogonalize)
     with torch.autocast(q.device.type, enabled=False):
-        return _eager(q, k, v, parts, lr, decay, forget, chunk, read)
+        return _eager(q, k, v, parts, lr, decay, forget, chunk, read, orthogonalize)
 
 
 def _eager(
@@ -63,6 +65,7 @@ def _eager(
     forget: torch.Tensor,
     chunk: int,
     read: str,
+    orthogonalize: int,
 ) -> tuple[torch.Tensor, ...]:
     real = working_dtype(q, parts[0])
     state = tuple(part.to(real, copy=True) for part in parts)
@@ -70,7 +73,7 @@ def _eager(
     # The number of chunks, not T, is what torch.compile then makes a graph for.
     for index in range(-(-q.shape[1] // chunk)):
         piece = [x[:, index * chunk : (index + 1) * chunk] for x in (q, k, v, lr, decay, forget)]
-        out, *new = chunk_step(piece, state[:4], state[:4], state[4:], read)
+        out, *new = chunk_step(piece, state[:4], state[:4], state[4:], read, orthogonalize)
         outs.append(out)
         state = tuple(new)
     return (torch.cat(outs, 1).to(q.dtype), *state)
@@ -82,12 +85,13 @@ def chunk_step(
     memory: Sequence[torch.Tensor],
     momentum: Sequence[torch.Tensor],
     read: str,
+    orthogonalize: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """Some tokens, q, k, v, lr, decay and forget, of one chunk: o in the working dtype, the new memory's
     four parts, the new momentum's.
 
     Gradients are taken at `start`, the memory at the chunk's start, which is `memory` too where these are its
-    first tokens.
+    first tokens. With `orthogonalize` they are the whole of a chunk.
     """
     real = memory[0].dtype
     narrow = product_dtype(tokens[0], real)
@@ -118,12 +122,16 @@ def chunk_step(
         seen = weights * (mm(hq, hidden.mT) + 1)
         o = own * (mm(hq, w2.mT) + b2[:, None]) + pushed * (mm(hq, s2.mT) + c2[:, None]) - mm(seen, error)
     new = []
-    for own, pushed, weights in ends:
+    for of_memory, (own, pushed, weights) in zip((True, False), ends, strict=True):
         rows_1, rows_2 = weights[..., None] * slope, weights[..., None] * error
         sums = (mm(rows_1.mT, k), rows_1.sum(1), mm(rows_2.mT, hidden), rows_2.sum(1))
         for m, s, u in zip(memory, momentum, sums, strict=True):
             shape = (-1, *[1] * (m.dim() - 1))
-            new.append(own.view(shape) * m + pushed.view(shape) * s - u)
+            step = pushed.view(shape) * s - u
+            if of_memory and orthogonalize and m.dim() == 3:
+                new.append(moved(m, own, step, orthogonalize, narrow))
+            else:
+                new.append(own.view(shape) * m + step)
     return (o, *new)
 
 

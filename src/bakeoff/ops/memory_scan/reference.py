@@ -3,9 +3,13 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["memory_scan", "recurrence"]
+__all__ = ["COEFFICIENTS", "LEAST", "iterated", "memory_scan", "moved", "recurrence"]
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+LEAST = 1e-7
+"""Added to lengths that are divided by."""
 
 
 def memory_scan(
@@ -25,10 +29,12 @@ def memory_scan(
     forget: torch.Tensor,
     chunk: int = 64,
     read: str = "after",
+    orthogonalize: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """Shapes as in `bakeoff.ops.memory_scan`, memory and momentum by their parts: o, then these eight.
 
-    Backward runs each chunk's tokens again: autograd would keep a memory per token.
+    Backward runs each chunk's tokens again: autograd would keep a memory per token. With `orthogonalize` a
+    memory that begins at 0 tells by what a chunk would move the one at its start.
     """
     real = torch.promote_types(torch.promote_types(q.dtype, memory_w1.dtype), torch.float32)
     tokens = [t.to(real) for t in (q, k, v, lr, decay, forget)]
@@ -37,17 +43,24 @@ def memory_scan(
     outs = [tokens[2][:, :0]]
     for start in range(0, q.shape[1], chunk):
         part = [t[:, start : start + chunk] for t in tokens]
+        begin = [torch.zeros_like(w) for w in memory] if orthogonalize else memory
         out, *state = checkpoint(
             recurrence,
             *part,
             *memory,
-            *memory,
+            *begin,
             *momentum,
             read,
             use_reentrant=False,
             preserve_rng_state=False,
         )
         outs.append(out)
+        if orthogonalize:
+            kept = (1 - part[5]).prod(1)
+            state[:4] = [
+                moved(m, kept, step, orthogonalize, real) if m.dim() == 3 else kept[:, None] * m + step
+                for m, step in zip(memory, state[:4], strict=True)
+            ]
         memory, momentum = state[:4], state[4:]
     return (torch.cat(outs, 1).to(q.dtype), *memory, *momentum)
 
@@ -105,3 +118,42 @@ def _gradient(memory: list[torch.Tensor], k: torch.Tensor, v: torch.Tensor) -> P
 def _apply(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A matrix a group [G, n, m] times a vector a group [G, m]."""
     return (weight @ x[..., None])[..., 0]
+
+
+def moved(
+    weight: torch.Tensor, kept: torch.Tensor, step: torch.Tensor, steps: int, narrow: torch.dtype
+) -> torch.Tensor:
+    """The matrices after a chunk: kept W + NS(step), whose rows then get the lengths of W's.
+
+    Args:
+        weight: W [G, rows, columns], before the chunk.
+        kept: [G], what forgetting leaves of W.
+        step: [G, rows, columns], by what the chunk moves W without orthogonalisation.
+        steps, narrow: as in `iterated`.
+
+    Source: Zhang et al. 2025, Test-Time Training Done Right, for the rows' lengths.
+    """
+    new = kept[:, None, None] * weight + iterated(step, steps, narrow)[0]
+    return new * (weight.norm(dim=2, keepdim=True) / (new.norm(dim=2, keepdim=True) + LEAST))
+
+
+def iterated(
+    matrices: torch.Tensor, steps: int, narrow: torch.dtype
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """NS(X), the nearest half-orthogonal matrices, roughly, of [G, rows, columns], and X before each step.
+
+    X/|X|, then `steps` times X <- a X + (b A + c A^2) X with A = X X'; products are taken in `narrow`.
+
+    Source: Jordan et al. 2024, Muon: An optimizer for hidden layers in neural networks.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[1] > matrices.shape[2]
+    wide = matrices.mT if tall else matrices
+    x = (wide / (wide.norm(dim=(1, 2), keepdim=True) + LEAST)).to(narrow)
+    states = []
+    for _ in range(steps):
+        states.append(x)
+        gram = x @ x.mT
+        x = a * x + torch.baddbmm(gram, gram, gram, beta=b, alpha=c) @ x
+    done: torch.Tensor = x.mT if tall else x
+    return done.to(matrices.dtype), states

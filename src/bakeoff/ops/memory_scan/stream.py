@@ -39,14 +39,22 @@ def memory_stream(
     *,
     chunk: int = 64,
     read: str = "after",
+    orthogonalize: int = 0,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, MemoryState]:
     """memory_scan of the next T tokens, wherever in a chunk they begin, and the state after them.
 
     Pieces of any lengths equal one pass. Arguments as in `bakeoff.ops.memory_scan`; a fresh state is
     ``MemoryState(memory, momentum, memory)``. With `state.filled` a tensor of no dimensions, T must be 1:
-    shapes and launches are then the same for every token, as a CUDA graph needs.
+    shapes and launches are then the same for every token, as a CUDA graph needs. An orthogonalised chunk is
+    one piece: what it makes of the memory is no sum over its tokens, and the state keeps none of them.
     """
+    if orthogonalize and (isinstance(state.filled, torch.Tensor) or state.filled):
+        raise ValueError(
+            f"memory_stream: with orthogonalize a piece begins where a chunk does, got a state with filled "
+            f"{state.filled if isinstance(state.filled, int) else 'a tensor'}: such an update is no sum over "
+            f"tokens, so that a chunk can't go on; feed multiples of chunk={chunk} tokens, with filled an int"
+        )
     real = working_dtype(q, state.memory[0])
     memory, momentum, start = (
         tuple(t.to(real) for t in parts) for parts in (state.memory, state.momentum, state.start)
@@ -77,7 +85,8 @@ def memory_stream(
             start = memory
             piece = [x[:, begin:end] for x in (q, k, v)]
             rates = [x[:, begin:end] for x in gates]
-            out, *new = call(OP, *piece, *memory, *momentum, *rates, chunk, read, impl=impl)
+            how = (chunk, read, orthogonalize)
+            out, *new = call(OP, *piece, *memory, *momentum, *rates, *how, impl=impl)
             outs.append(out)
             memory, momentum = tuple(new[:4]), tuple(new[4:])
     o = torch.cat(outs, 1) if outs else v[:, :0].clone()

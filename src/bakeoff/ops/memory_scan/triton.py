@@ -90,7 +90,7 @@ def results(
     q: Tensor, k: Tensor, v: Tensor,
     memory_w1: Tensor, memory_b1: Tensor, memory_w2: Tensor, memory_b2: Tensor,
     momentum_w1: Tensor, momentum_b1: Tensor, momentum_w2: Tensor, momentum_b2: Tensor,
-    lr: Tensor, decay: Tensor, forget: Tensor, chunk: int, read: str,
+    lr: Tensor, decay: Tensor, forget: Tensor, chunk: int, read: str, orthogonalize: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Room for o, and for the eight parts of the state."""
     parts = (memory_w1, memory_b1, memory_w2, memory_b2, momentum_w1, momentum_b1, momentum_w2, momentum_b2)
@@ -101,7 +101,7 @@ def keeps(
     q: Tensor, k: Tensor, v: Tensor,
     memory_w1: Tensor, memory_b1: Tensor, memory_w2: Tensor, memory_b2: Tensor,
     momentum_w1: Tensor, momentum_b1: Tensor, momentum_w2: Tensor, momentum_b2: Tensor,
-    lr: Tensor, decay: Tensor, forget: Tensor, chunk: int, read: str,
+    lr: Tensor, decay: Tensor, forget: Tensor, chunk: int, read: str, orthogonalize: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Room for what the backward needs."""
     sizes = _Sizes(q, v, memory_w1, chunk, read, None)
