@@ -4,13 +4,14 @@ from bakeoff.nn.attention import KeyValues, attend, attend_one
 from bakeoff.nn.memory_state import NeuralMemoryState
 from bakeoff.nn.mlp import MLP
 from bakeoff.nn.neural_memory import NeuralMemory
-from bakeoff.nn.norm import RMSNorm
+from bakeoff.nn.norm import LayerNorm, RMSNorm
 from bakeoff.nn.rotary import HasRotaryTables
 
 __all__ = [
     "MLP",
     "HasRotaryTables",
     "KeyValues",
+    "LayerNorm",
     "NeuralMemory",
     "NeuralMemoryState",
     "RMSNorm",
