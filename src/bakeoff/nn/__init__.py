@@ -1,6 +1,7 @@
 """Thin modules over the ops."""
 
 from bakeoff.nn.attention import KeyValues, attend, attend_one
+from bakeoff.nn.fp8 import Fp8Linear, convert
 from bakeoff.nn.memory_state import NeuralMemoryState
 from bakeoff.nn.mlp import MLP
 from bakeoff.nn.neural_memory import NeuralMemory
@@ -9,6 +10,7 @@ from bakeoff.nn.rotary import HasRotaryTables
 
 __all__ = [
     "MLP",
+    "Fp8Linear",
     "HasRotaryTables",
     "KeyValues",
     "LayerNorm",
@@ -17,4 +19,5 @@ __all__ = [
     "RMSNorm",
     "attend",
     "attend_one",
+    "convert",
 ]
