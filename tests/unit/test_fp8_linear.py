@@ -1,15 +1,19 @@
 """fp8_linear: its definition, laws and edges; Fp8Linear and convert; train.fp8."""
 
 import doctest
+import io
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import bakeoff.nn.fp8
-from bakeoff.apps.train.config import ConfigError
+from bakeoff.apps.train import load_run, train
+from bakeoff.apps.train.config import Config, ConfigError, Data, Metrics, Optim, Select, Train
 from bakeoff.apps.train.fp8 import to_fp8
 from bakeoff.errors import Unsupported
 from bakeoff.models import build, byte_spectral, llm_med, longnet, titan_mac
@@ -315,3 +319,34 @@ def test_the_trainer_converts_projections_alone(room: Any, caplog: pytest.LogCap
 def test_the_trainer_refuses_a_model_without_projections() -> None:
     with pytest.raises(ConfigError, match=r"train\.fp8=true: the model has no projections"):
         to_fp8(model(), torch.device("cpu"))
+
+
+def test_a_short_run_learns_and_saves_ordinary_weights(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"line {n}: {n % 7} lazy dogs\n" for n in range(400)))
+    config = Config(
+        recipe="test",
+        model=llm_med.Config(d_model=32, layers=1, heads=2, max_seq_len=32),
+        data=Data(path=str(tmp_path / "text.txt")),
+        optim=Optim(lr=1e-2),
+        train=Train(
+            steps=40,
+            batch_size=8,
+            eval_rows=8,
+            device="cpu",
+            fp8=True,
+            run_dir=str(tmp_path / "run"),
+        ),
+        select=Select(tune=False),
+        metrics=Metrics(console=False),
+    )
+    result = train(config, console=Console(file=io.StringIO()))
+    assert result.bits_per_byte_before == pytest.approx(8.0, abs=0.3)
+    assert result.bits_per_byte_after < 4.5
+    assert result.skipped == 0
+    assert "fp8_linear" in {entry.op for entry in result.selection}
+    loaded, saved = load_run(tmp_path / "run")
+    assert saved == config
+    assert not any(isinstance(module, Fp8Linear) for module in loaded.modules())
+    assert list(loaded.state_dict()) == list(build(config.model).state_dict())
+    assert to_fp8(loaded, torch.device("cpu"))
+    assert to_fp8(loaded, torch.device("cpu")) == []

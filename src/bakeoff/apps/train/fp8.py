@@ -5,7 +5,7 @@ from torch import nn
 
 from bakeoff.apps.train.config import ConfigError
 from bakeoff.apps.train.metrics import log
-from bakeoff.nn import convert
+from bakeoff.nn import Fp8Linear, convert
 from bakeoff.ops.fp8_linear import lacks_fp8
 
 __all__ = ["to_fp8"]
@@ -15,8 +15,10 @@ _PROJECTIONS = ("gate_up", "down", "qkv", "q", "k", "v", "out")
 
 
 def to_fp8(model: nn.Module, device: torch.device) -> list[str]:
-    """Converts the model's projections and returns their names. Warns where `device` multiplies no FP8, and
-    raises ConfigError for a model that has no such layers."""
+    """Converts the model's projections and returns their names; none if that is done already. Warns where
+    `device` multiplies no FP8, and raises ConfigError for a model that has no such layers."""
+    if any(isinstance(module, Fp8Linear) for module in model.modules()):
+        return []
     names = convert(model, _is_projection)
     if not names:
         raise ConfigError(

@@ -170,7 +170,7 @@ def _model(
     with memory_errors("while the model was built", "make model.d_model or model.layers smaller"):
         model = build(config.model) if inputs.start is None else inputs.start.model(config)
         model.to(device).train()
-    if config.train.fp8:
+    if config.train.fp8:  # before the guard looks at it
         to_fp8(model, device)
     if config.train.leak_check:
         check_leaks(model, inputs.held_out, config, device)

@@ -9,10 +9,9 @@ from torch import Tensor
 from bakeoff.ops.fp8_linear.reference import E4M3, E5M2, quantize
 from bakeoff.select.declare.compiled import compiled as compile_formula
 
-__all__ = ["UNIT", "compiled", "scaled_mm"]
+__all__ = ["compiled", "scaled_mm"]
 
-UNIT = 16
-"""torch._scaled_mm takes rows and numbers of columns that are multiples of this."""
+_UNIT = 16  # torch._scaled_mm takes rows and numbers of columns that are multiples of this
 
 
 def scaled_mm(x: Tensor, weight: Tensor, bias: Tensor | None, grad: str) -> Tensor:
@@ -49,7 +48,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, kind: torch.dtype) -> Te
     """a b' + bias of a [N, K] in `kind` and b [M, K] in e4m3, in a's dtype."""
     M, K = b.shape
     (qa, sa), (qb, sb) = quantize(a, kind), quantize(b)
-    rows, columns = -M % UNIT, -K % UNIT
+    rows, columns = -M % _UNIT, -K % _UNIT
     if columns:
         qa = _padded(qa, 0, columns)
     if rows or columns:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 
 from bakeoff.kernels.layout import alignment
 from bakeoff.kernels.op import kernel_op
@@ -12,13 +13,11 @@ from bakeoff.kernels.plan import Plan
 from bakeoff.kernels.triton import TritonKernel
 from bakeoff.ops.fp8_linear import kernels
 from bakeoff.ops.fp8_linear.reference import E4M3, E5M2, LARGEST
-from bakeoff.ops.fp8_linear.scaled import UNIT
 
 __all__ = ["fp8_linear", "launch", "quantize"]
 
 _quantize_kernel = TritonKernel(kernels._quantize)
 _quantize_long_kernel = TritonKernel(kernels._quantize_long)
-_FORMATS = {E4M3: {"BITS": 3, "LEAST": 2.0**-6}, E5M2: {"BITS": 2, "LEAST": 2.0**-14}}
 _ONE_PASS = 16384  # elements of a row that fits in registers
 
 
@@ -63,7 +62,7 @@ def backward(
 def _product(plan: Plan, a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, kind: torch.dtype) -> None:
     """y [..., M] = a b' + bias of a [..., K] in `kind` and b [M, K] in e4m3."""
     M = b.shape[0]
-    rows = -M % UNIT
+    rows = -M % kernels.PAD
     qa, sa = quantize(plan, a, kind)
     qb, sb = quantize(plan, b, E4M3, rows)
     whole = plan.empty((qa.shape[0], M + rows), y.dtype) if rows else y
@@ -76,13 +75,13 @@ def quantize(plan: Plan, x: Tensor, kind: torch.dtype, more: int = 0) -> tuple[T
     """(q [N, K], scale [N, 1]) of x [..., K] in `kind`; K is padded by zeros to a multiple of 16, and there
     are `more` rows of them behind."""
     K = x.shape[-1]
-    N, padded = x.numel() // K, K + -K % UNIT
+    N, padded = x.numel() // K, K + -K % kernels.PAD
     x, stride = plan.rows(x)
     new = plan.zeros if more else plan.empty
     q, scale = new((N + more, padded), kind), new((N + more, 1), torch.float32)
     kernel, grid, numbers = launch(N, K, stride, x.element_size())
-    numbers |= {"K_padded": padded, "LARGEST": LARGEST[kind], **_FORMATS[kind]}
-    plan.launch(kernel, grid, x=x, q=q, scale=scale, **numbers)
+    rounding = {"LARGEST": LARGEST[kind], "ROUND": bool(knobs.runtime.interpret)}
+    plan.launch(kernel, grid, x=x, q=q, scale=scale, **numbers, **rounding)
     return q, scale
 
 
@@ -91,7 +90,7 @@ def launch(N: int, K: int, stride: int, itemsize: int) -> tuple[TritonKernel, tu
     Long rows are pieces of one 16-byte load a thread."""
     align = alignment(stride)
     numbers = {"x_units": stride // align, "K": K, "ALIGN": align}
-    whole = max(UNIT, triton.next_power_of_2(K))
+    whole = max(kernels.PAD, triton.next_power_of_2(K))
     if K > _ONE_PASS:
         return _quantize_long_kernel, (N,), {**numbers, "BLOCK": 4096, "num_warps": 8}
     if whole <= 1024:
