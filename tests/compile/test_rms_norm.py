@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from aot import SHARED_LIMIT, TARGETS, Built, build
-from bakeoff.ops.rms_norm import kernels, tilings
+from bakeoff.kernels import row_tilings as tilings
+from bakeoff.kernels import rows
+from bakeoff.ops.rms_norm import kernels
 from bakeoff.select import Case, TensorMeta
 
 SMS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
@@ -182,12 +184,14 @@ def test_backward(form: Form, target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("D", [384, 1000, 16384])
 def test_sum_of_partials(D: int, target: str) -> None:
-    block_p, block_d, warps = tilings.sum_tiling(D)
-    signature = {"partial": "*fp32", "dw": "*bf16", "P": "i32"}
-    constants = {"D": D, "BLOCK_P": block_p, "BLOCK_D": block_d}
-    built = build(kernels._sum_partials, signature, constants, target, num_warps=warps)
-    assert built.spills == 0
-    assert built.shared <= SHARED_LIMIT[target]
+    block_p, block_d, warps = rows.sum_tiling(D)
+    signature = {"first": "*fp32", "first_total": "*bf16", "P": "i32"}
+    constants = {"D": D, "BLOCK_P": block_p, "BLOCK_D": block_d, "second": None, "second_total": None}
+    for second in ({}, {"second": "*fp32", "second_total": "*fp32"}):
+        given = {name: value for name, value in constants.items() if name not in second}
+        built = build(rows._add_up, signature | second, given, target, num_warps=warps)
+        assert built.spills == 0
+        assert built.shared <= SHARED_LIMIT[target]
 
 
 def test_unaligned_rows_are_not_read_in_16_bytes() -> None:

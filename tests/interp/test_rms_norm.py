@@ -1,6 +1,5 @@
 """rms_norm's Triton candidate under the interpreter against the float64 reference; laws of the op."""
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bakeoff.errors import Unsupported
+from bakeoff.kernels import row_tilings as tilings
+from bakeoff.kernels import rows as kernel_rows
 from bakeoff.kernels import variants
 from bakeoff.ops.rms_norm import rms_norm as public
-from bakeoff.ops.rms_norm import tilings
 from bakeoff.ops.rms_norm.op import OP
 from bakeoff.ops.rms_norm.plain import eager
 from bakeoff.ops.rms_norm.reference import rms_norm as reference
@@ -63,7 +63,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def cut(*numbers: int, **named: int) -> None:
         monkeypatch.setattr(f"{__name__}.launched", Cut(*numbers, **named).bind())
-        monkeypatch.setattr(sys.modules[normalize.__module__], "sum_tiling", lambda _: (2, 8, 4))
+        monkeypatch.setattr(kernel_rows, "sum_tiling", lambda _: (2, 8, 4))
 
     return cut
 

@@ -23,6 +23,8 @@ ARGS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "byte_spectral": lambda T: (torch.randint(256, (2, T), dtype=torch.uint8), randn(256, 1), torch.ones(4)),
     "dilated_attention": lambda T: (randn(2, T, 2, 8), randn(2, T, 2, 8), randn(2, T, 2, 8)),
     "linear_cross_entropy": lambda T: (randn(2, T, 8), randn(50, 8), torch.randint(50, (2, T))),
+    "fp8_linear": lambda T: (randn(2, T, 8), randn(5, 8)),
+    "layer_norm": lambda T: (randn(2, T, 8), randn(8), randn(8)),
     "long_conv": lambda T: (randn(2, T, 8), randn(8, 16)),
     "memory_scan": lambda T: (
         randn(2, T, 4),

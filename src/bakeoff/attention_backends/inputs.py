@@ -71,7 +71,7 @@ def exact(function: Function) -> Function:
         with torch.autocast(q.device.type, enabled=False):
             return function(q, *rest, **named)
 
-    return cast(Function, run)
+    return cast("Function", run)
 
 
 def with_ends(cu_seqlens: Tensor, T: int) -> Tensor:

@@ -6,6 +6,8 @@ from bakeoff.ops.adamw import global_norm as global_norm
 from bakeoff.ops.attention import attention as attention
 from bakeoff.ops.byte_spectral import byte_spectral as byte_spectral
 from bakeoff.ops.dilated_attention import dilated_attention as dilated_attention
+from bakeoff.ops.fp8_linear import fp8_linear as fp8_linear
+from bakeoff.ops.layer_norm import layer_norm as layer_norm
 from bakeoff.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from bakeoff.ops.long_conv import long_conv as long_conv
 from bakeoff.ops.memory_scan import memory_scan as memory_scan

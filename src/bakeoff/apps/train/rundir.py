@@ -22,7 +22,7 @@ _CURVE = {
     "model": ("dropout",),  # the only setting of a model that its weights don't depend on
     "data": ("path", "holdout"),
     "optim": Optim.__struct_fields__,
-    "train": ("steps", "batch_size", "seq_len", "accumulate", "seed", "precision", "compile"),
+    "train": ("steps", "batch_size", "seq_len", "accumulate", "seed", "precision", "compile", "fp8"),
 }
 
 

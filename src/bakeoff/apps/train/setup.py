@@ -19,6 +19,7 @@ from bakeoff.apps.train.config import Config
 from bakeoff.apps.train.context import Context
 from bakeoff.apps.train.data import Batches, ByteCorpus, DataError, Prefetcher, held_out_rows, mix, open_parts
 from bakeoff.apps.train.device import Placement, memory_errors
+from bakeoff.apps.train.fp8 import to_fp8
 from bakeoff.apps.train.leak import check_leaks
 from bakeoff.apps.train.lock import RunLock
 from bakeoff.apps.train.metrics import MetricsLog, Resumed, log, read_metrics
@@ -168,6 +169,8 @@ def _model(
     with memory_errors("while the model was built", "make model.d_model or model.layers smaller"):
         model = build(config.model) if inputs.start is None else inputs.start.model(config)
         model.to(device).train()
+    if config.train.fp8:  # before the guard looks at it
+        to_fp8(model, device)
     if config.train.leak_check:
         check_leaks(model, inputs.held_out, config, device)
     return model

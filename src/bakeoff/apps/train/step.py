@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bakeoff import hardware
 from bakeoff.apps.train.config import Config, Optim
+from bakeoff.apps.train.fp8 import to_fp8
 from bakeoff.graphs import CapturedStep, NotCapturable, capture_step
 from bakeoff.models.byte_spectral import ByteSpectralLM
 from bakeoff.models.llm_med import LLMMed
@@ -118,6 +119,8 @@ class Stepper:
         mode: str = "none",
     ) -> None:
         self.model, self.config, self.device, self.world = model, config, device, world
+        if config.train.fp8:
+            to_fp8(model, device)
         self.module = _spread(model, config, device, world, mode)
         """What a training pass calls: the model, or the model spread over ranks."""
         self.bf16 = uses_bf16(config, device)

@@ -3,9 +3,7 @@
 Rows that fit in registers cross device memory once: 4 bytes an element forward and 6 backward in bf16. Longer
 rows take a second pass (forward, mostly from L2) or a second kernel (backward, 10 bytes an element).
 
-A row in registers is a tuple of pieces of BLOCK columns, all of which are asked for before the first is used.
-BLOCK is a power of two, and the last piece may be cut short: rows of 5,120 are 5 pieces of 1,024 columns,
-where one block of 8,192 would leave 3 of 8 threads without work.
+How rows lie in registers: `bakeoff.kernels.rows`.
 
 Row strides come in units of ALIGN elements: the product tells the compiler what 16-byte accesses need
 (`tl.multiple_of` on a kernel argument is dropped without a word).
@@ -13,6 +11,8 @@ Row strides come in units of ALIGN elements: the product tells the compiler what
 
 import triton
 import triton.language as tl
+
+from bakeoff.kernels.rows import columns, every, read, store_sums
 
 __all__: list[str] = []
 
@@ -38,7 +38,7 @@ def _forward(
     else:
         scale = ()
         if weight is not None:
-            scale = _read(weight, tl.zeros([1, 1], tl.int32), _all(1), D, BLOCK, "")
+            scale = read(weight, tl.zeros([1, 1], tl.int32), every(1), D, BLOCK, "")
         for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
             _forward_tile(
                 tile, x, residual, None, scale, y, s, N, x_units, residual_units, eps, offset,
@@ -54,54 +54,31 @@ def _forward_tile(
     # The weight is read here, or given as pieces, `scale`; or there is none.
     PIECES: tl.constexpr = (D + BLOCK - 1) // BLOCK
     rows = (tile * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
-    live = _all(ROWS) if EVEN else rows < N
-    values = _read(x, rows * (x_units * ALIGN), live, D, BLOCK, "")
+    live = every(ROWS) if EVEN else rows < N
+    values = read(x, rows * (x_units * ALIGN), live, D, BLOCK, "")
     if residual is not None:
-        others = _read(residual, rows * (residual_units * ALIGN), live, D, BLOCK, "")
+        others = read(residual, rows * (residual_units * ALIGN), live, D, BLOCK, "")
         totals = ()
         for i in tl.static_range(PIECES):
-            cols, inside = _columns(i, D, BLOCK)
+            cols, inside = columns(i, D, BLOCK)
             # What is normalised is s as stored: the backward sees no other.
             total = (values[i].to(tl.float32) + others[i].to(tl.float32)).to(s.dtype.element_ty)
             tl.store(s + rows * D + cols, total, mask=inside & live)
             totals += (total,)
         values = totals
     if weight is not None:  # asked for after x, so that x's loads never wait for it
-        scale = _read(weight, tl.zeros([1, 1], tl.int32), _all(1), D, BLOCK, "")
+        scale = read(weight, tl.zeros([1, 1], tl.int32), every(1), D, BLOCK, "")
     square = tl.zeros([ROWS, BLOCK], tl.float32)
     for i in tl.static_range(PIECES):
         value = values[i].to(tl.float32)
         square += value * value
     scaling = tl.rsqrt(tl.sum(square, axis=1, keep_dims=True) * (1.0 / D) + eps)
     for i in tl.static_range(PIECES):
-        cols, inside = _columns(i, D, BLOCK)
+        cols, inside = columns(i, D, BLOCK)
         value = values[i].to(tl.float32) * scaling
         if len(scale) > 0:
             value *= scale[i].to(tl.float32) + offset
         tl.store(y + rows * D + cols, value.to(y.dtype.element_ty), mask=inside & live)
-
-
-@triton.jit
-def _read(x, start, live, D: tl.constexpr, BLOCK: tl.constexpr, POLICY: tl.constexpr):
-    # Rows of D from `start` [ROWS, 1] on, where they are `live`, as a tuple of [ROWS, BLOCK].
-    pieces = ()
-    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        cols, inside = _columns(i, D, BLOCK)
-        pieces += (tl.load(x + start + cols, mask=inside & live, other=0.0, eviction_policy=POLICY),)
-    return pieces
-
-
-@triton.jit
-def _columns(i: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
-    # The columns [1, BLOCK] of the i-th piece, and which exist: a constant, hence free, where all do.
-    cols = (i * BLOCK + tl.arange(0, BLOCK))[None, :]
-    inside = tl.full([1, BLOCK], True, tl.int1) if (i + 1) * BLOCK <= D else cols < D
-    return cols, inside
-
-
-@triton.jit
-def _all(ROWS: tl.constexpr):
-    return tl.full([ROWS, 1], True, tl.int1)
 
 
 @triton.jit(do_not_specialize=["x_units", "residual_units", "eps", "offset"])
@@ -166,8 +143,8 @@ def _backward(
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS).to(tl.int64))[:, None]
         live = rows < N
-        grads = _read(dy, rows * (dy_units * ALIGN), live, D, BLOCK, LOAD)
-        values = _read(s, rows * (s_units * ALIGN), live, D, BLOCK, LOAD)
+        grads = read(dy, rows * (dy_units * ALIGN), live, D, BLOCK, LOAD)
+        values = read(s, rows * (s_units * ALIGN), live, D, BLOCK, LOAD)
         scale = held
         if weight is not None and not HOLD:
             scale = _scale(weight, offset, D, BLOCK)
@@ -176,7 +153,7 @@ def _backward(
             dw = _with_products(dw, grads, normed)
         if dx is not None:
             for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-                cols, inside = _columns(i, D, BLOCK)
+                cols, inside = columns(i, D, BLOCK)
                 mask = inside & live
                 grad = (_scaled(grads, scale, i) - normed[i] * mean) * scaling
                 if ds is not None:
@@ -187,7 +164,7 @@ def _backward(
                 if dresidual is not None:
                     tl.store(dresidual + at, grad.to(dresidual.dtype.element_ty), mask=mask)
     if partial is not None:
-        _store_sums(partial + tl.program_id(0).to(tl.int64) * D, dw, D, BLOCK)
+        store_sums(partial + tl.program_id(0).to(tl.int64) * D, dw, D, BLOCK)
 
 
 @triton.jit
@@ -232,15 +209,6 @@ def _with_products(dw, grads, normed):
 
 
 @triton.jit
-def _store_sums(partial, dw, D: tl.constexpr, BLOCK: tl.constexpr):
-    # Of the pieces of dw, over their rows.
-    for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        cols, inside = _columns(i, D, BLOCK)
-        total = tl.sum(dw[i], axis=0, keep_dims=True).to(partial.dtype.element_ty)
-        tl.store(partial + cols, total, mask=inside)
-
-
-@triton.jit
 def _scaled(grads, scale, i: tl.constexpr):
     # The i-th piece of dy * (offset + weight).
     grad = grads[i].to(tl.float32)
@@ -252,7 +220,7 @@ def _scale(weight, offset, D: tl.constexpr, BLOCK: tl.constexpr):
     # offset + weight in float32, as a tuple of [1, BLOCK].
     pieces = ()
     for i in tl.static_range((D + BLOCK - 1) // BLOCK):
-        cols, inside = _columns(i, D, BLOCK)
+        cols, inside = columns(i, D, BLOCK)
         pieces += (tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32) + offset,)
     return pieces
 
@@ -313,17 +281,3 @@ def _backward_long(
                 tl.store(dresidual + row * D + cols, grad.to(dresidual.dtype.element_ty), mask=inside)
     if partial is not None:
         tl.store(partial + first * D + cols, dw.to(partial.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["P"])
-def _sum_partials(
-    partial, dw, P: tl.int32, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """dw[d] = sum of partial[p, d] over p, always in the same order; a block of columns a program."""
-    cols = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-    for start in tl.range(0, P, BLOCK_P):
-        rows = start + tl.arange(0, BLOCK_P)
-        mask = (rows < P)[:, None] & (cols < D)[None, :]
-        total += tl.load(partial + rows[:, None].to(tl.int64) * D + cols[None, :], mask=mask, other=0.0)
-    tl.store(dw + cols, tl.sum(total, axis=0).to(dw.dtype.element_ty), mask=cols < D)

@@ -3,7 +3,6 @@
 It is two ops: without a residual, of which y is the only result, and with one.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,20 +10,21 @@ from torch import Tensor
 
 from bakeoff.hardware import multiprocessors
 from bakeoff.kernels.layout import empty_like
-from bakeoff.kernels.op import KernelOp, kernel_op
+from bakeoff.kernels.op import kernel_op
+from bakeoff.kernels.pair import KernelPair
 from bakeoff.kernels.plan import Plan
-from bakeoff.kernels.triton import TritonKernel
-from bakeoff.kernels.variants import Tiling, Tilings
-from bakeoff.ops.rms_norm import kernels
-from bakeoff.ops.rms_norm.tilings import (
+from bakeoff.kernels.row_tilings import (
     BackwardTiling,
     ForwardTiling,
     backward_launch,
     backward_tilings,
     forward_launch,
     forward_tilings,
-    sum_tiling,
 )
+from bakeoff.kernels.rows import add_up, room_for_sums
+from bakeoff.kernels.triton import TritonKernel
+from bakeoff.kernels.variants import Tilings
+from bakeoff.ops.rms_norm import kernels
 
 __all__ = ["RMSNorm", "add_normalize", "normalize", "rms_norm"]
 
@@ -33,7 +33,6 @@ _forward_long_kernel = TritonKernel(kernels._forward_long)
 _backward_kernel = TritonKernel(kernels._backward)
 _row_sums_kernel = TritonKernel(kernels._row_sums)
 _backward_long_kernel = TritonKernel(kernels._backward_long)
-_sum_partials_kernel = TritonKernel(kernels._sum_partials)
 
 
 def results(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
@@ -178,13 +177,11 @@ def _backward(
         ds, strides["ds"] = plan.rows(ds)
     if weight is not None:
         weight = plan.contiguous(weight)
-    sums = dweight is not None
+    sums = int(dweight is not None)
     passes, grid, numbers = backward_launch(
         N, D, itemsizes, strides, sums, multiprocessors(s.get_device()), tiling
     )
-    partial = dweight
-    if dweight is not None and grid[0] > 1:  # a program that has every row needs nobody to add up after it
-        partial = plan.empty((grid[0], D), torch.float32)
+    (partial,) = room_for_sums(plan, [dweight], grid[0])
     tensors = {"dy": dy, "ds": ds, "s": s, "weight": weight, "dx": dx, "dresidual": dresidual}
     numbers |= {"N": N, "offset": offset}
     if passes == 1:
@@ -196,12 +193,7 @@ def _backward(
             _row_sums_kernel, (N,), dy=dy, s=s, weight=weight, sums=row_sums, eps=eps, offset=offset, **shared
         )
         plan.launch(_backward_long_kernel, grid, **tensors, sums=row_sums, partial=partial, **numbers)
-    if partial is not dweight:
-        block_p, block_d, warps = sum_tiling(D)
-        plan.launch(
-            _sum_partials_kernel, (-(-D // block_d),), partial=partial, dw=dweight, P=grid[0],
-            D=D, BLOCK_P=block_p, BLOCK_D=block_d, num_warps=warps,
-        )  # fmt: skip
+    add_up(plan, [partial], [dweight])
 
 
 _TILINGS = {
@@ -226,30 +218,16 @@ add_normalize = kernel_op(
 """(x, weight, eps, residual, offset) -> (y, s)."""
 
 
-class RMSNorm:
-    """The candidate: the one of two ops that a call's residual asks for, both launched alike."""
-
-    def __init__(self, normalize: KernelOp, add_normalize: KernelOp) -> None:
-        self.normalize, self.add_normalize = normalize, add_normalize
-        self._bound: dict[str, RMSNorm] = {"": self}
+class RMSNorm(KernelPair):
+    """The candidate: the one of two ops that a call's residual asks for."""
 
     def __call__(
         self, x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, offset: float
     ) -> Any:
         """y, or (y, s) with a residual, for float16, bfloat16 and float32."""
         if residual is None:
-            return self.normalize(x, weight, eps, offset)
-        return self.add_normalize(x, weight, eps, residual, offset)
-
-    def variants(self, case: Any) -> dict[str, Sequence[Tiling]]:
-        """The tilings that each direction may be launched with for a case, the default first."""
-        return self.normalize.variants(case)  # those of add_normalize are the same
-
-    def bind(self, text: str) -> "RMSNorm":
-        """The candidate with the variant that `text` names."""
-        if text not in self._bound:
-            self._bound[text] = RMSNorm(self.normalize.bind(text), self.add_normalize.bind(text))
-        return self._bound[text]
+            return self.plain(x, weight, eps, offset)
+        return self.added(x, weight, eps, residual, offset)
 
 
 rms_norm = RMSNorm(normalize, add_normalize)

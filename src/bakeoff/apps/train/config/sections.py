@@ -124,6 +124,8 @@ class Train(Section, frozen=True):
     """"cpu", "cuda", "cuda:1", or "auto": CUDA where there is one."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """bf16 is autocast, with float32 weights; "auto" takes it on CUDA."""
+    fp8: bool = False
+    """Multiply the projections of MLPs and attention in FP8 (see docs/fp8.md); weights stay as they are."""
     capture: Literal["auto", "on", "off"] = "auto"
     """Replay the whole step as one CUDA graph: where possible ("auto"), or else an error ("on")."""
     compile: bool = False

@@ -1,4 +1,4 @@
-"""How rms_norm's kernels are cut into programs: the defaults, what else may be faster, and the launches.
+"""How kernels that normalise rows are cut into programs: the defaults, what else may be faster, the launches.
 
 Both directions are bound by memory, so a tiling is good if many bytes are under way and few threads idle.
 Loads are of 16 bytes a thread: a warp of 32 threads reads 256 elements of 16 bits at once.
@@ -22,7 +22,6 @@ __all__ = [
     "forward_launch",
     "forward_tiling",
     "forward_tilings",
-    "sum_tiling",
 ]
 
 _LANES = 64 if torch.version.hip else 32  # threads of a warp
@@ -49,7 +48,7 @@ class ForwardTiling(NamedTuple):
 
 
 class BackwardTiling(NamedTuple):
-    """How the backward cuts [N, D] into tiles. Its programs add the weight's gradient up over their tiles."""
+    """How the backward cuts [N, D] into tiles. Its programs add gradients of [D] up over their tiles."""
 
     block: int
     """Columns of a piece: a power of two."""
@@ -57,7 +56,7 @@ class BackwardTiling(NamedTuple):
     """Of a tile."""
     warps: int
     programs: int
-    """Of a multiprocessor; 0: a program for each tile, where the weight's gradient isn't asked for."""
+    """Of a multiprocessor; 0: a program for each tile, where no gradient of [D] is asked for."""
     stages: int = 1
     """Tiles that a program has under way at a time."""
     hold: int = 1
@@ -113,16 +112,15 @@ def forward_tilings(case: Any) -> list[ForwardTiling]:
     return list(dict.fromkeys(found))
 
 
-def backward_tiling(N: int, D: int, itemsize: int, sums: bool, sms: int) -> BackwardTiling:
+def backward_tiling(N: int, D: int, itemsize: int, sums: int, sms: int) -> BackwardTiling:
     """The default for N rows of D elements of s, of `itemsize` bytes, on a device of `sms` multiprocessors;
-    `sums`: with the weight's gradient.
+    `sums`: how many gradients are sums over rows, that of the weight and of a bias.
 
-    Few programs keep the partial weight gradients small; asynchronous copies (stages) keep enough loads in
-    flight for them. Without these gradients a tile a program is faster. Summing r again in the same reduction
-    as g*n costs as much as reading it from memory.
+    Few programs keep the partial sums small; asynchronous copies (stages) keep enough loads in flight for
+    them. Without these gradients a tile a program is faster.
     """
     block = triton.next_power_of_2(D)
-    if block > _ONE_PASS:
+    if block > _ONE_PASS or (block == _ONE_PASS and sums > 1):  # two sums and a row are too much to hold
         return BackwardTiling(2048, 1, 4, 8, passes=2)
     hold = int(block < 16384)
     if not sums:
@@ -134,6 +132,8 @@ def backward_tiling(N: int, D: int, itemsize: int, sums: bool, sms: int) -> Back
         tile, warps, resident = 8192, 8 if block == 2048 else 16, 1
     else:
         tile, warps, resident = 4096, 8 if block <= 4096 else 16, 1
+    if sums > 1:  # as many registers a thread as with one
+        tile, warps = min(tile, 4096) if block == 2048 else tile, min(16, 2 * warps)
     rows = max(1, tile // block)
     while rows > 1 and rows * sms > N:
         rows //= 2
@@ -146,11 +146,11 @@ def backward_tiling(N: int, D: int, itemsize: int, sums: bool, sms: int) -> Back
 def backward_tilings(case: Any) -> list[BackwardTiling]:
     """What the backward may be launched with for a case: the default, then other numbers of warps and pieces,
     with more programs or other hints."""
-    x, weight, residual = case.x, case.weight, case.residual
+    x, residual = case.x, case.residual
     D, sms = x.shape[-1], multiprocessors(case.device)
     N = x.numel // D
     s = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    sums = weight is not None and weight.requires_grad
+    sums = sum(case.tensors[name].requires_grad for name in ("weight", "bias") if name in case.tensors)
     default = backward_tiling(N, D, s.itemsize, sums, sms)
     found = [default]
     if default.passes == 1:
@@ -158,14 +158,16 @@ def backward_tilings(case: Any) -> list[BackwardTiling]:
         if sums:
             found += [default._replace(programs=2 * default.programs)]
     stream = default.stream
-    for block, rows, warps in _cuts(D, x.dtype.itemsize, (8, 4, 16, 2), 40):
+    for block, rows, warps in _cuts(D, x.dtype.itemsize, (8, 4, 16, 2), 40 if sums < 2 else 24):
         if not sums:
             found += [BackwardTiling(block, rows, warps, 0, stream=stream)]
             continue
         held = rows * _padded(D, block) // (32 * warps)
+        if sums > 1 and warps == 16 and held > 20:  # more than the 128 registers that a thread then has
+            continue
         hold = int(held <= 24)
-        # Registers of a thread: the weight's gradient, dy, s, what is computed of them, and the weight.
-        programs = max(1, min((1 << 16) // (32 * warps * min(255, (4 + hold) * held + 32)), 8))
+        # Registers of a thread: the sums over rows, dy, s, what is computed of them, and the weight.
+        programs = max(1, min((1 << 16) // (32 * warps * min(255, (3 + sums + hold) * held + 32)), 8))
         found += [BackwardTiling(block, rows, warps, programs, stages, hold, stream) for stages in (3, 2)]
     if D > 8192:
         found += [BackwardTiling(2048, 1, 4, 8, passes=2), BackwardTiling(4096, 1, 8, 4, passes=2)]
@@ -227,13 +229,13 @@ def forward_launch(
 
 
 def backward_launch(
-    N: int, D: int, itemsizes: Mapping[str, int], strides: Mapping[str, int], sums: bool, sms: int,
+    N: int, D: int, itemsizes: Mapping[str, int], strides: Mapping[str, int], sums: int, sms: int,
     tiling: BackwardTiling | None = None,
 ) -> tuple[int, tuple[int, ...], dict[str, Any]]:  # fmt: skip
     """In how many passes the rows are read, the grid, and the kernel's numbers and constants by name.
 
     `itemsizes` are those of the tensors that are read (dy, s, ds), `strides` the distances between rows of
-    all three in elements. The first number of the grid is that of partial weight gradients, if `sums`.
+    all three in elements. The first number of the grid is that of partial sums, if there are `sums`.
     """
     tiling = tiling or backward_tiling(N, D, itemsizes["s"], sums, sms)
     numbers = _numbers(D, strides, tiling)
@@ -241,7 +243,7 @@ def backward_launch(
     if not _fits(tiling, D):
         return 2, (min(N, programs or 8 * sms), -(-D // tiling.block)), numbers
     tiles = -(-N // tiling.rows)
-    if sums and not programs:  # each program leaves a gradient of the weight: there must be few
+    if sums and not programs:  # each program leaves its part of every sum: there must be few
         programs = 2 * sms
     numbers |= {
         "ROWS": tiling.rows,
@@ -258,8 +260,3 @@ def _numbers(D: int, strides: Mapping[str, int], tiling: ForwardTiling | Backwar
     align = alignment(*strides.values())
     numbers: dict[str, Any] = {f"{name}_units": stride // align for name, stride in strides.items()}
     return numbers | {"D": D, "BLOCK": tiling.block, "ALIGN": align, "num_warps": tiling.warps}
-
-
-def sum_tiling(D: int) -> tuple[int, int, int]:
-    """Partials and columns of a tile of the final sum, and its warps."""
-    return (512, 8, 8) if D < 2048 else (256, 32, 4)
