@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
 
 def width_of(D: int) -> int:
     """The width of a tile that holds heads D wide."""
-    return max(16, triton.next_power_of_2(D))  # type: ignore[no-any-return]
+    return max(16, triton.next_power_of_2(D))
 
 
 def rows_of(T: int, G: int) -> int:

@@ -99,7 +99,7 @@ def bucket(case: Case) -> Case:
 def pairs(case: Case) -> int:
     """How many (query, key) pairs of one head there are: of rows that are full, and of documents that are
     equally long, as nobody knows what lengths and borders hold."""
-    B, T, S = *case.q.shape[:2], case.k.shape[1]
+    (B, T), S = case.q.shape[:2], case.k.shape[1]
     if case.cu_seqlens is not None:
         B = max(1, case.cu_seqlens.shape[0] - 1)
         T = S = -(-T // B)

@@ -131,7 +131,7 @@ def _flexible(
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     chosen: Any = {"BACKEND": options} if options else None
     y = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=shared, kernel_options=chosen)
-    return y.transpose(1, 2)  # type: ignore[union-attr]
+    return y.transpose(1, 2)
 
 
 _flexed = compiled(_flexible)
