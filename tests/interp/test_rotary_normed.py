@@ -208,10 +208,10 @@ def test_one_launch_forward_and_two_back():
 
 @settings(max_examples=settings.default.max_examples // 5)
 @given(
-    B=st.integers(1, 3), T=st.integers(1, 9), H=st.integers(1, 6), HK=st.integers(1, 4), D=st.integers(2, 21),
+    B=st.integers(1, 2), T=st.integers(1, 9), H=st.integers(1, 6), HK=st.integers(1, 4), D=st.integers(2, 21),
     half=st.integers(1, 10), form=st.sampled_from(FORMS), interleaved=st.booleans(),
     ids=st.sampled_from([None, 1, 2]), dtype=st.sampled_from([torch.float32, torch.float16]),
-    offset=st.sampled_from([0.0, 1.0]), tile=st.sampled_from([1, 64, 256, 4096]), programs=st.integers(1, 3),
+    offset=st.sampled_from([0.0, 1.0]), tile=st.sampled_from([64, 256, 4096]), programs=st.integers(1, 3),
 )  # fmt: skip
 def test_any_shape_and_stride(B, T, H, HK, D, half, form, interleaved, ids, dtype, offset, tile, programs):
     q, k = tensors(B, T, H, HK, D, dtype=dtype, form=form)

@@ -94,7 +94,9 @@ def bucket(case: Case) -> Case:
     norm: dict[str, Any] = dict.fromkeys(("q_weight", "k_weight", "eps", "offset"))
     if case.q_weight is not None:
         norm = {
-            name: with_layout(case.args[name], case.args[name].shape) for name in ("q_weight", "k_weight")
+            name: with_layout(meta, meta.shape)
+            for name, meta in case.tensors.items()
+            if name in ("q_weight", "k_weight")
         }
     return case.replace(
         q=_canonical(case.q, (B, T, H, D)),
