@@ -78,12 +78,11 @@ def test_shapes(name: str, shape: tuple[int, int, int], grad: str) -> None:
     passes(name, make(*shape, grad, bias=False, pad=8))
 
 
+GRID = [case for case in OP.cases() if case.x.numel <= 1 << 25 and case.x.dtype == torch.bfloat16]
+
+
 @CANDIDATES
-@pytest.mark.parametrize(
-    "case",
-    [c for c in OP.cases() if c.x.numel <= 1 << 25 and c.x.dtype == torch.bfloat16],
-    ids=lambda c: c.name,
-)
+@pytest.mark.parametrize("case", GRID, ids=lambda case: case.name)
 def test_grid(name: str, case: Case) -> None:
     passes(name, case)
 
@@ -98,11 +97,9 @@ def test_compiled_is_verified_or_rejected_for_its_rounding() -> None:
 
 def tensors(rows: int, K: int, M: int) -> list[torch.Tensor]:
     """x, weight, bias, which want gradients, and dy."""
-    leaves = [
-        torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for s in ((rows, K), (M, K), (M,))
-    ]
-    return [*leaves, torch.randn(rows, M, device="cuda", dtype=torch.bfloat16)]
+    shapes = ((rows, K), (M, K), (M,), (rows, M))
+    *leaves, dy = [torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    return [*[leaf.requires_grad_() for leaf in leaves], dy]
 
 
 @CANDIDATES

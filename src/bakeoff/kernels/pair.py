@@ -15,7 +15,7 @@ class KernelPair:
 
     def __init__(self, plain: KernelOp, added: KernelOp) -> None:
         self.plain, self.added = plain, added
-        self._bound: dict[str, Self] = {"": self}
+        self._bound: dict[str, Any] = {"": self}
 
     def variants(self, case: Any) -> dict[str, Sequence[Tiling]]:
         """The tilings that each direction may be launched with for a case, the default first."""
@@ -25,4 +25,5 @@ class KernelPair:
         """The candidate with the variant that `text` names."""
         if text not in self._bound:
             self._bound[text] = type(self)(self.plain.bind(text), self.added.bind(text))
-        return self._bound[text]
+        bound: Self = self._bound[text]
+        return bound

@@ -94,7 +94,7 @@ def add_up(plan: Plan, partials: Sequence[Tensor | None], totals: Sequence[Tenso
     if not pairs:
         return
     (first, first_total), (second, second_total) = [*pairs, (None, None)][:2]
-    P, D = first.shape  # type: ignore[union-attr]
+    P, D = first.shape
     block_p, block_d, warps = sum_tiling(D)
     plan.launch(
         _add_up_kernel, (-(-D // block_d), len(pairs)), first=first, first_total=first_total, second=second,
