@@ -28,7 +28,6 @@ def built(name: str, constants: dict[str, Any], target: str, **options: int) -> 
     return found
 
 
-@pytest.mark.kernel(of=lambda units, tall, kind, **_: (kind, tall) if units == 16 else None)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("units", [16, 1])
 @pytest.mark.parametrize("tall", [False, True])
@@ -63,9 +62,8 @@ def products(target: str, tiling: Tiling) -> list[Built]:
     ]
 
 
-@pytest.mark.kernel(of=lambda rows, **_: rows)
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("rows", [64, 768])
+@pytest.mark.parametrize("rows", [768, 64])
 def test_products(rows: int, target: str) -> None:
     """By default: on tensor cores, in as large instructions as the GPU has."""
     instruction = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "v_mfma"}[target]
@@ -73,6 +71,7 @@ def test_products(rows: int, target: str) -> None:
         assert instruction in found.assembly
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tiling", tilings(768, False)[1:], ids=str)
 def test_other_tilings(tiling: Tiling) -> None:
     products("sm_90", tiling)

@@ -259,7 +259,7 @@ def test_one_call_takes_one_shape() -> None:
     "case",
     [
         pytest.param(muon_case(3, 40, 24, "cpu", torch.bfloat16, guarded=True), id="tall bf16, skip"),
-        pytest.param(muon_case(2, 24, 24, "cpu", summed=True), id="sums"),
+        pytest.param(muon_case(2, 24, 24, "cpu", summed=True), id="sums", marks=pytest.mark.exhaustive),
         pytest.param(muon_case(3, 24, 40, "cpu"), id="wide", marks=pytest.mark.exhaustive),
         pytest.param(
             muon_case(2, 5, 30, "cpu", torch.float64, nesterov=False, scale="spectral"),
@@ -324,7 +324,14 @@ def test_rounding_otherwise_passes(sticks: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    ["one step fewer", "another b", "a tile that is not mirrored", "coarser", "gain", "without nesterov"],
+    [
+        "one step fewer",
+        "another b",
+        "a tile that is not mirrored",
+        pytest.param("coarser", marks=pytest.mark.exhaustive),
+        "gain",
+        pytest.param("without nesterov", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_what_is_wrong_does_not(change: str, sticks: Any) -> None:
     with pytest.raises(Rejected, match="new params is wrong"):

@@ -60,7 +60,9 @@ class Muon(AdamW):
         ['momentum']
     """
 
-    _kept: tuple[str, ...] = (*AdamW._kept, "muon_impl", "process_group", "_more")
+    _kept: tuple[str, ...] = (*AdamW._kept, "muon_impl", "_more")
+    process_group: Any = None
+    """Copies and pickles have none."""
 
     def __init__(
         self,
