@@ -1,6 +1,5 @@
 """The models of a plan: what ``--model "RECIPE KEY=VALUE ..."`` says, with equal parameters."""
 
-import contextlib
 import functools
 import math
 import shlex
@@ -132,15 +131,20 @@ def _equal(entry: Entry, first: Entry, words: Sequence[str]) -> Entry:
     """`entry` with as many parameters as the first, or CompareError."""
     config, wanted = entry.config, parameters(first.config.model)
     if not any(word.startswith("model.d_ff=") for word in words):
-        with contextlib.suppress(CompareError):  # said below, in a plan's words
-            config = match(config, wanted)
+        try:
+            return msgspec.structs.replace(entry, config=match(config, wanted))
+        except CompareError:
+            raise CompareError(
+                f"--model {entry.name!r}: no d_ff gives it the {wanted:,} parameters of {first.name!r} "
+                f"within {TOLERANCE:.0%}. Change its d_model, layers or tables"
+            ) from None
     count = parameters(config.model)
     if abs(count - wanted) > TOLERANCE * wanted:
         raise CompareError(
             f"{entry.name} has {count:,} parameters with d_ff={config.model.ff_dim}, {first.name} has "
-            f"{wanted:,}: more than {TOLERANCE:.0%} apart. Change d_model or layers of one, or leave d_ff out"
+            f"{wanted:,}: more than {TOLERANCE:.0%} apart. Leave d_ff out, and it is chosen"
         )
-    return msgspec.structs.replace(entry, config=config)
+    return entry
 
 
 def _in_rows_of(config: Config, length: int) -> Config:
