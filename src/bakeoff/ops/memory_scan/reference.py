@@ -134,7 +134,8 @@ def moved(
     Source: Zhang et al. 2025, Test-Time Training Done Right, for the rows' lengths.
     """
     new = kept[:, None, None] * weight + iterated(step, steps, narrow)[0]
-    return new * (weight.norm(dim=2, keepdim=True) / (new.norm(dim=2, keepdim=True) + LEAST))
+    found: torch.Tensor = new * (weight.norm(dim=2, keepdim=True) / (new.norm(dim=2, keepdim=True) + LEAST))
+    return found
 
 
 def iterated(

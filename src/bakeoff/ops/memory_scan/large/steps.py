@@ -11,9 +11,8 @@ __all__ = ["moved_backward", "orthogonalise", "orthogonalise_backward"]
 def _matrices(steps: Tensor, c: int, shape: torch.Size, second: bool) -> Tensor:
     """One of the matrices in row c of `steps` [C, G, both], a view."""
     size = shape[1] * shape[2]
-    return (
-        steps[c, :, -size:].unflatten(1, shape[1:]) if second else steps[c, :, :size].unflatten(1, shape[1:])
-    )
+    flat = steps[c, :, -size:] if second else steps[c, :, :size]
+    return flat.unflatten(1, shape[1:])  # type: ignore[no-any-return]
 
 
 def orthogonalise(
@@ -75,5 +74,5 @@ def _iterated_backward(
         going = a * going + (polynomial @ back + to_gram @ x).to(going.dtype)
     length = wide.norm(dim=(1, 2), keepdim=True)
     along = (going * wide).sum((1, 2), keepdim=True) / (length + LEAST)
-    found = (going - along * _over(wide, length)) / (length + LEAST)
+    found: Tensor = (going - along * _over(wide, length)) / (length + LEAST)
     return found.mT if tall else found
