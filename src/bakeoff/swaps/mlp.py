@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from bakeoff.ops import swiglu
-from bakeoff.swap.probe import Times, agrees, draw, quiet, stand_in
-from bakeoff.swap.replacement import Found, note
+from bakeoff.swaps.probe import Times, agrees, draw, quiet, stand_in
+from bakeoff.swaps.replacement import Found, note
 
 __all__ = ["find_mlp"]
 

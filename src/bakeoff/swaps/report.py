@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bakeoff.errors import SwapError
-from bakeoff.swap.replacement import Replacement, replacement_of, traced
+from bakeoff.swaps.replacement import Replacement, replacement_of, traced
 
 __all__ = ["Left", "Report", "remove"]
 
@@ -74,7 +74,7 @@ class Report:
         Raises:
             SwapError: a replacement did not run, or a result is further off than the rule of contests allows.
         """
-        from bakeoff.swap.verify import verify
+        from bakeoff.swaps.verify import verify
 
         return verify(self, batch, named)
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from bakeoff.errors import SwapError
-from bakeoff.swap.attention import find_attention
-from bakeoff.swap.loss import find_loss
-from bakeoff.swap.mlp import find_mlp
-from bakeoff.swap.norms import find_norm
-from bakeoff.swap.replacement import Found, Replacement, replacement_of
-from bakeoff.swap.report import Left, Report, remove
+from bakeoff.swaps.attention import find_attention
+from bakeoff.swaps.loss import find_loss
+from bakeoff.swaps.mlp import find_mlp
+from bakeoff.swaps.norms import find_norm
+from bakeoff.swaps.replacement import Found, Replacement, replacement_of
+from bakeoff.swaps.report import Left, Report, remove
 
 __all__ = ["Report", "swap", "unswap"]
 
@@ -76,7 +76,7 @@ def swap(
     found, before, left = _look(model, wishes)
     _require(wishes, found, before, left)
     if optimizer is not None:
-        from bakeoff.swap.optimizer import converted
+        from bakeoff.swaps.optimizer import converted
 
         optimizer = converted(optimizer)
     replaced = {name: Replacement(module, what) for name, (module, what) in found.items()}

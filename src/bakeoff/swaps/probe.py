@@ -4,6 +4,7 @@ A replacement is offered only where both give the same numbers, so that a versio
 changed is refused with a reason instead of being replaced by something else.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +22,13 @@ _TOLERANCE = 1e-5
 def quiet() -> Iterator[None]:
     """Small work on the CPU that leaves the caller's random state, device, autocast and gradients alone."""
     with (
+        warnings.catch_warnings(),
         torch.random.fork_rng(devices=[]),
         torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
         torch.no_grad(),
     ):
+        warnings.simplefilter("ignore")
         torch.manual_seed(0)
         yield
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from bakeoff.errors import SwapError
 from bakeoff.ops import rotary
 from bakeoff.ops.rotary.reference import reference as rotary_reference
-from bakeoff.swap.own_globals import innermost, with_globals
-from bakeoff.swap.probe import agrees, draw, quiet
-from bakeoff.swap.replacement import Found, note
+from bakeoff.swaps.own_globals import innermost, with_globals
+from bakeoff.swaps.probe import agrees, draw, quiet
+from bakeoff.swaps.replacement import Found, note
 
 __all__ = ["find_attention"]
 

@@ -18,7 +18,7 @@ from bakeoff.select.contests.copies import Rejected
 from bakeoff.select.contests.judge import Errors, Standard, errors_of, judge
 
 if TYPE_CHECKING:
-    from bakeoff.swap.report import Report
+    from bakeoff.swaps.report import Report
 
 __all__ = ["Comparison", "verify"]
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bakeoff.swap.probe import agrees, draw, quiet
-from bakeoff.swap.replacement import Found, note
+from bakeoff.swaps.probe import agrees, draw, quiet
+from bakeoff.swaps.replacement import Found, note
 
 __all__ = ["find_loss"]
 
@@ -107,18 +107,13 @@ def _loss_of(head: Any, cap: float | None) -> Callable[..., Tensor]:
         **kwargs: Any,
     ) -> Tensor:
         del vocab_size, kwargs  # as the library's does
-        hidden, weight, bias = logits, head.weight, head.bias
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        if torch.is_autocast_enabled(hidden.device.type):  # as nn.Linear would be called
-            narrow = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight = hidden.to(narrow), weight.to(narrow)
-            bias = None if bias is None else bias.to(narrow)
         assert shift_labels is not None
-        target = shift_labels.reshape(-1).to(hidden.device)
+        hidden, target = logits.flatten(0, -2), shift_labels.reshape(-1).to(logits.device)
         total = num_items_in_batch is not None
         out: Tensor = linear_cross_entropy(
-            hidden.flatten(0, -2), weight, target, bias=bias, ignore_index=ignore_index, softcap=cap,
+            hidden, head.weight, target, bias=head.bias, ignore_index=ignore_index, softcap=cap,
             reduction="sum" if total else "mean",
         )  # fmt: skip
         if isinstance(num_items_in_batch, Tensor):

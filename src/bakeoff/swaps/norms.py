@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from bakeoff.ops import rms_norm
 from bakeoff.ops.rms_norm.reference import rms_norm as rms_reference
-from bakeoff.swap.probe import agrees, draw, quiet, stand_in
-from bakeoff.swap.replacement import Found, note
+from bakeoff.swaps.probe import agrees, draw, quiet, stand_in
+from bakeoff.swaps.replacement import Found, note
 
 __all__ = ["find_norm"]
 
