@@ -1,6 +1,14 @@
 """The exceptions bakeoff raises on purpose. Each message says what to do about it."""
 
-__all__ = ["BakeoffError", "ContestError", "DeviceError", "PolicyError", "SwapError", "TableError", "Unsupported"]
+__all__ = [
+    "BakeoffError",
+    "ContestError",
+    "DeviceError",
+    "PolicyError",
+    "SwapError",
+    "TableError",
+    "Unsupported",
+]
 
 
 class BakeoffError(Exception):

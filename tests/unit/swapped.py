@@ -4,9 +4,8 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 import transformers
+from torch import Tensor, nn
 
 HAS = {
     kind: importlib.util.find_spec(f"bakeoff.ops.{op}") is not None
@@ -25,7 +24,8 @@ _SMALL: dict[str, Any] = {
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "llama-bias-tied": (
-        "LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        "LlamaConfig", "LlamaForCausalLM",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),

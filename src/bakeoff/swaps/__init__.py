@@ -127,7 +127,9 @@ def _look(
         held = replacement_of(module)
         if held is not None:
             before += held.found.kinds
-            left += [Left(kind, name, held.cls.__name__, "it was swapped before") for kind in held.found.kinds]
+            left += [
+                Left(kind, name, held.cls.__name__, "it was swapped before") for kind in held.found.kinds
+            ]
             continue
         what, refused = _fitting(module, wishes)
         if what is not None and "forward" in vars(module):
@@ -163,6 +165,8 @@ def _require(
         if reasons:
             lines = [f"{one.name or 'the model'} ({one.cls}): {one.reason}" for one in reasons[:5]]
             more = f"\n  and {len(reasons) - 5} more" if len(reasons) > 5 else ""
-            raise SwapError(f"swap: {kind} is required and can't be replaced in\n  " + "\n  ".join(lines) + more)
+            raise SwapError(
+                f"swap: {kind} is required and can't be replaced in\n  " + "\n  ".join(lines) + more
+            )
         if kind not in reached:
             raise SwapError(f"swap: {kind} is required, and the model has nothing of that kind")

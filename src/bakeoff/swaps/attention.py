@@ -24,7 +24,10 @@ from bakeoff.swaps.replacement import Found, note
 __all__ = ["find_attention"]
 
 _ROTARY, _INTERFACE = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"
-_FORMS = (["q", "k", "cos", "sin", "unsqueeze_dim"], ["q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"])
+_FORMS = (
+    ["q", "k", "cos", "sin", "unsqueeze_dim"],
+    ["q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"],
+)
 _R = 8
 
 
@@ -92,7 +95,12 @@ def _unlike(function: Callable[..., Any]) -> str | None:
             return f"{_ROTARY} fails on small tensors ({type(error).__name__}: {error})"
         ids = torch.arange(10).view(2, 5)
         want = rotary_reference(
-            q.transpose(1, 2), k.transpose(1, 2), angle.cos().flatten(0, 1), angle.sin().flatten(0, 1), False, ids
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            angle.cos().flatten(0, 1),
+            angle.sin().flatten(0, 1),
+            False,
+            ids,
         )
     if all(agrees(one, other.transpose(1, 2)) for one, other in zip(got, want, strict=True)):
         return None
@@ -102,7 +110,9 @@ def _unlike(function: Callable[..., Any]) -> str | None:
 def _other_tables(module: nn.Module, names: dict[str, Any]) -> str | None:
     """Why the tables of this module's file may differ from halves that are equal."""
     config = getattr(module, "config", None)
-    made = [value for name, value in names.items() if name.endswith("RotaryEmbedding") and _defined(value, names)]
+    made = [
+        value for name, value in names.items() if name.endswith("RotaryEmbedding") and _defined(value, names)
+    ]
     if config is None or not made:
         return "where its tables are made is unknown: there is no config, or no RotaryEmbedding in its file"
     for cls in made:
@@ -135,7 +145,9 @@ def _turn(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
     """`rotary` with the arguments and the results' dtype of the library's function."""
     third, promotes = list(inspect.signature(theirs).parameters).index("unsqueeze_dim") - 4, _promotes(theirs)
 
-    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def turn(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
         note("rotary")
         heads_first = named.get("unsqueeze_dim", more[third] if len(more) > third else 1) == 1
         if heads_first:
@@ -217,8 +229,8 @@ def _attend(theirs: Callable[..., Any]) -> Callable[..., Any]:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Ours without a mask: the library gives none where plain causal attention of whole rows is meant, and
-        where one query looks at all keys."""
+        """Ours without a mask: the library gives none where plain causal attention of whole rows is meant,
+        and where one query looks at all keys."""
         T, S = query.shape[2], key.shape[2]
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         odd = kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None

@@ -61,7 +61,9 @@ def _unfit(head: Any) -> str | None:
 
 
 def _hooked(head: Any) -> bool:
-    return bool(head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or "forward" in vars(head))
+    return bool(
+        head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or "forward" in vars(head)
+    )
 
 
 class _View:

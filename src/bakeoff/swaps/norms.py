@@ -26,14 +26,14 @@ def find_norm(module: nn.Module) -> Found | str | None:
         return None
     if isinstance(module, nn.LayerNorm):
         return _layer_norm(module)
+    shape = getattr(module, "normalized_shape", (_D,))
+    if isinstance(shape, tuple) and len(shape) != 1:
+        return f"it normalises over {len(shape)} dimensions: rms_norm takes the last one"
     weight, others = module._parameters.get("weight"), set(module._parameters) - {"weight"}
     if any(module._parameters[other] is not None for other in others) or module._buffers:
         return f"it holds {', '.join(sorted(others) or module._buffers)} beside a weight: no op has that form"
     if weight is not None and (weight.dim() != 1 or not weight.is_floating_point() or weight.itemsize < 2):
         return f"its weight is {weight.dtype}{list(weight.shape)}: rms_norm takes [D] of 16 bits or more"
-    shape = getattr(module, "normalized_shape", (_D,))
-    if isinstance(shape, tuple) and len(shape) != 1:
-        return f"it normalises over {len(shape)} dimensions: rms_norm takes the last one"
     eps = next((given for given in _EPS if hasattr(module, given)), None)
     if eps is None:
         return f"it has none of {', '.join(_EPS)}"
@@ -89,13 +89,17 @@ def _default_eps(module: nn.Module, given: dict[str, Any], affine: bool) -> bool
 @functools.cache
 def _rms_forward(cls: Any, eps: str, offset: float, promotes: bool) -> Callable[..., Tensor]:
     """promotes: the result has the wider dtype of input and weight, instead of the input's."""
-    original = cls.forward
+    original, native = cls.forward, issubclass(cls, nn.RMSNorm)
 
     def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         (x,) = (*args, *kwargs.values())
+        if native and _cast_by_autocast(x):
+            return original(module, x)  # type: ignore[no-any-return]
         weight, value = module.weight, getattr(module, eps)
         if value is None:
-            if weight is not None and weight.dtype != x.dtype:  # what PyTorch takes for eps then is its own affair
+            if (
+                weight is not None and weight.dtype != x.dtype
+            ):  # what PyTorch takes for eps then is its own affair
                 return original(module, x)  # type: ignore[no-any-return]
             value = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
         note("norms")
@@ -104,6 +108,11 @@ def _rms_forward(cls: Any, eps: str, offset: float, promotes: bool) -> Callable[
         return rms_norm(x, weight, value, offset=offset)  # type: ignore[return-value]
 
     return forward
+
+
+def _cast_by_autocast(x: Tensor) -> bool:
+    """Whether autocast may have PyTorch's own norm cast its input first."""
+    return x.dtype != torch.float32 and torch.is_autocast_enabled(x.device.type)
 
 
 def _layer_norm(module: nn.LayerNorm) -> Found | str:
@@ -126,6 +135,8 @@ def _layer_forward(cls: type) -> Callable[..., Tensor]:
 
     def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         (x,) = (*args, *kwargs.values())
+        if _cast_by_autocast(x):
+            return nn.LayerNorm.forward(module, x)
         note("norms")
         return layer_norm(x, module.weight, module.bias, module.eps)  # type: ignore[no-any-return]
 

@@ -24,7 +24,9 @@ def converted(optimizer: torch.optim.Optimizer) -> AdamW:
     for at, group in enumerate(optimizer.param_groups):
         for setting in ("amsgrad", "differentiable"):
             if group[setting]:
-                raise SwapError(f"swap: the optimizer's group {at} has {setting}=True, which AdamW here has not")
+                raise SwapError(
+                    f"swap: the optimizer's group {at} has {setting}=True, which AdamW here has not"
+                )
     groups = [
         {name: group[name] for name in ("params", "lr", "betas", "eps", "weight_decay", "maximize")}
         for group in optimizer.param_groups

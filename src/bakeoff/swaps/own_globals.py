@@ -1,4 +1,4 @@
-"""A function that sees other globals: how one module's forward calls our op where its siblings call theirs."""
+"""A function that sees other globals: how one module calls our op where its siblings call theirs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType

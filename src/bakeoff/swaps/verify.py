@@ -144,11 +144,9 @@ def _results(model: nn.Module, batch: Batch) -> Results:
         grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     found = {"output": outputs[0], "loss": loss.detach()}
     found |= {f"output {i}": tensor for i, tensor in enumerate(outputs[1:], 1)}
-    # Flat: a weight's row is one unit's gradient, which may cancel to nothing that an error could be relative to.
+    # Flat: a weight's row is one unit's gradient, which may cancel to nothing to be relative to.
     found |= {
-        f"d {name}": grad.flatten()
-        for name, grad in zip(wanted, grads, strict=True)
-        if grad is not None
+        f"d {name}": grad.flatten() for name, grad in zip(wanted, grads, strict=True) if grad is not None
     }
     return found
 

@@ -7,7 +7,18 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from bakeoff.apps.bench import contests, decode, launch, memory_text, nested, recall, regret, results, step, swap
+from bakeoff.apps.bench import (
+    contests,
+    decode,
+    launch,
+    memory_text,
+    nested,
+    recall,
+    regret,
+    results,
+    step,
+    swap,
+)
 from bakeoff.apps.bench.memory_forms import FORMS
 from bakeoff.apps.bench.regret import SelectionRow
 from bakeoff.apps.bench.results import ResultsError
@@ -59,11 +70,8 @@ def run(
         raise ResultsError("--seeds belongs to --suite recall and text: leave it out")
     given = {"OP": names, "--filter": text, "--regimes": regimes, "--jobs": jobs > 1}
     _refuse(suite, {**given, "--budget": budget is not None})
-    if suite == "step":
-        _run_step(device, out, 60.0 if budget is None else budget, resume)
-        return
-    if suite == "swap":
-        _run_swap(device, out, text, 60.0 if budget is None else budget, resume)
+    if suite in ("step", "swap"):
+        _run_whole(suite, device, out, text, 60.0 if budget is None else budget, resume)
         return
     if suite == "decode":
         _run_decode(device, out, text, resume)
@@ -130,6 +138,13 @@ def _refuse(suite: str, given: dict[str, object]) -> None:
         raise ResultsError(f"--suite {suite} {does}: leave {', '.join(without[:-1])} and {without[-1]} out")
 
 
+def _run_whole(suite: str, device: str, out: Path | None, text: str, budget: float, resume: bool) -> None:
+    if suite == "step":
+        _run_step(device, out, budget, resume)
+    else:
+        _run_swap(device, out, text, budget, resume)
+
+
 def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> None:
     out = out or Path("results", results.slug(device), "step.json")
     printer = console()
@@ -158,8 +173,8 @@ def _run_swap(device: str, out: Path | None, text: str, budget: float, resume: b
     def hear(row: swap.SwapRow) -> None:
         figures = row.reason
         if row.step_us is not None:
-            figures = f"{row.step_us / 1e3:10.2f} ms  {row.tokens_per_s:10,.0f} tokens/s  loss {row.loss:.4f}  "
-            figures += f"gradients off by {row.gradients:.2g}  peak {(row.peak_bytes or 0) / 2**20:.0f} MiB"
+            figures = f"{row.step_us / 1e3:10.2f} ms  {row.tokens_per_s:10,.0f} tokens/s  loss {row.loss:.4f}"
+            figures += f"  gradients off by {row.gradients:.2g}  peak {(row.peak_bytes or 0) / 2**20:.0f} MiB"
         print_plain(printer, f"{row.mode:14}{figures}")
 
     with working(printer, "measuring the device's limits") as status:

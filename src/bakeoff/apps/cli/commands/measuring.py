@@ -23,8 +23,8 @@ __all__ = ["bench", "compare"]
     "model's generate. launch: the host's and the device's time of every candidate at lengths from 256 to "
     "16384. recall: models with neural memories, without and with gated DeltaNet, trained to recall pairs "
     "that are out of attention's reach. text: the same models' held-out bits per byte. nested: training with "
-    "learned multipliers of the learning rate and without. swap: a Hugging Face Llama's step, plain, compiled, "
-    "patched by Liger, and swapped.",
+    "learned multipliers of the learning rate and without. swap: a Hugging Face Llama's step, plain, "
+    "compiled, patched by Liger, and swapped.",
 )
 @click.option(
     "--regimes", help="Comma-separated: eager,graph,compiled. [default: all the device has but compiled]"
@@ -35,6 +35,7 @@ __all__ = ["bench", "compare"]
     "--filter",
     "text",
     default="",
+    help="Only cases whose name or shapes (in --suite decode, recall and text: models whose name; in swap: "
     help="Only cases whose name or shapes (in --suite decode, recall and text: models whose name; in swap: "
     "modes) contain this text, or one of several: 'A|B'.",
 )
