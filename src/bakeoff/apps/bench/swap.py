@@ -72,7 +72,7 @@ def run_swap(
     hear: Callable[[SwapRow], None] = lambda row: None,
     announce: Callable[[str], None] = lambda stage: None,
 ) -> File:
-    """Measure the step in every mode whose name contains `text`, and write each to `out` at once.
+    """Measure the step in every mode whose name contains `text` (or one of several, 'A|B'), and write each to `out` at once.
 
     Raises:
         ResultsError: transformers is missing; `out` can't be read or belongs to another machine.
@@ -84,6 +84,7 @@ def run_swap(
     on_gpu = device.startswith("cuda")
     name, settings = ("Llama 1B", _LARGE) if on_gpu else ("Llama tiny", _SMALL)
     batch, seq, steps = (4, 2048, 3) if on_gpu else (2, 16, 1)
+    modes = [mode for mode in MODES if any(part in mode for part in text.split("|"))]
     env = results.environment(device)
     file = open_file(out, env)
     torch.manual_seed(0)
@@ -91,13 +92,13 @@ def run_swap(
         first = LlamaForCausalLM(LlamaConfig(**settings)).train()
         ids = torch.randint(settings["vocab_size"], (batch, seq))
     exact = {}
-    if not resume or any(not _held(file, name, mode) for mode in MODES if text in mode):
+    if not resume or any(not _held(file, name, mode) for mode in modes):
         announce("gradients in float32")
         first(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         exact = {n: p.grad.cpu() for n, p in first.named_parameters() if p.grad is not None}
     first = first.to("cpu", torch.bfloat16 if on_gpu else torch.float32)
     first.zero_grad()
-    for mode in (mode for mode in MODES if text in mode):
+    for mode in modes:
         if resume and _held(file, name, mode):
             continue
         announce(f"{name}, {mode}")

@@ -36,7 +36,6 @@ __all__ = ["bench", "compare"]
     "text",
     default="",
     help="Only cases whose name or shapes (in --suite decode, recall and text: models whose name; in swap: "
-    help="Only cases whose name or shapes (in --suite decode, recall and text: models whose name; in swap: "
     "modes) contain this text, or one of several: 'A|B'.",
 )
 @options.budget(
