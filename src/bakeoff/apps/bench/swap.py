@@ -72,7 +72,8 @@ def run_swap(
     hear: Callable[[SwapRow], None] = lambda row: None,
     announce: Callable[[str], None] = lambda stage: None,
 ) -> File:
-    """Measure the step in every mode whose name contains `text` (or one of several, 'A|B'), and write each to `out` at once.
+    """Measure the step in every mode whose name contains `text` (or one of several, 'A|B'), and write each to
+    `out` at once.
 
     Raises:
         ResultsError: transformers is missing; `out` can't be read or belongs to another machine.
