@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bakeoff.select.choose.explain import explain
     from bakeoff.select.choose.policy import configure, using
     from bakeoff.select.choose.tune import tune
+    from bakeoff.swaps import swap, unswap
 
 __version__ = "0.1.0"
 
@@ -27,7 +28,9 @@ __all__ = [
     "explain",
     "models",
     "ops",
+    "swap",
     "tune",
+    "unswap",
     "using",
 ]
 
@@ -38,7 +41,9 @@ _WHERE = {
     "assert_causal": "bakeoff.causal",
     "configure": "bakeoff.select.choose.policy",
     "explain": "bakeoff.select.choose.explain",
+    "swap": "bakeoff.swaps",
     "tune": "bakeoff.select.choose.tune",
+    "unswap": "bakeoff.swaps",
     "using": "bakeoff.select.choose.policy",
 }
 

@@ -1,6 +1,14 @@
 """The exceptions bakeoff raises on purpose. Each message says what to do about it."""
 
-__all__ = ["BakeoffError", "ContestError", "DeviceError", "PolicyError", "TableError", "Unsupported"]
+__all__ = [
+    "BakeoffError",
+    "ContestError",
+    "DeviceError",
+    "PolicyError",
+    "SwapError",
+    "TableError",
+    "Unsupported",
+]
 
 
 class BakeoffError(Exception):
@@ -25,3 +33,7 @@ class TableError(BakeoffError, ValueError):
 
 class DeviceError(BakeoffError, ValueError):
     """A device that this machine doesn't have."""
+
+
+class SwapError(BakeoffError, ValueError):
+    """A replacement that was required and can't be made, or a swap that can't be undone."""

@@ -7,7 +7,18 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from bakeoff.apps.bench import contests, decode, launch, memory_text, nested, recall, regret, results, step
+from bakeoff.apps.bench import (
+    contests,
+    decode,
+    launch,
+    memory_text,
+    nested,
+    recall,
+    regret,
+    results,
+    step,
+    swap,
+)
 from bakeoff.apps.bench.memory_forms import FORMS
 from bakeoff.apps.bench.regret import SelectionRow
 from bakeoff.apps.bench.results import ResultsError
@@ -28,6 +39,7 @@ _OWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "recall": ("trains models", ("OP", "--budget", "--regimes", "--jobs")),
     "text": ("trains models", ("OP", "--budget", "--regimes", "--jobs")),
     "nested": ("trains models", ("OP", "--budget", "--regimes", "--filter", "--jobs")),
+    "swap": ("measures whole steps", ("OP", "--regimes", "--jobs")),
     "launch": ("has its own lengths", ("--filter", "--regimes", "--jobs")),
 }
 """What suites do that is not about the ops' cases, and what therefore says nothing to them."""
@@ -58,8 +70,8 @@ def run(
         raise ResultsError("--seeds belongs to --suite recall and text: leave it out")
     given = {"OP": names, "--filter": text, "--regimes": regimes, "--jobs": jobs > 1}
     _refuse(suite, {**given, "--budget": budget is not None})
-    if suite == "step":
-        _run_step(device, out, 60.0 if budget is None else budget, resume)
+    if suite in ("step", "swap"):
+        _run_whole(suite, device, out, text, 60.0 if budget is None else budget, resume)
         return
     if suite == "decode":
         _run_decode(device, out, text, resume)
@@ -126,6 +138,13 @@ def _refuse(suite: str, given: dict[str, object]) -> None:
         raise ResultsError(f"--suite {suite} {does}: leave {', '.join(without[:-1])} and {without[-1]} out")
 
 
+def _run_whole(suite: str, device: str, out: Path | None, text: str, budget: float, resume: bool) -> None:
+    if suite == "step":
+        _run_step(device, out, budget, resume)
+    else:
+        _run_swap(device, out, text, budget, resume)
+
+
 def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> None:
     out = out or Path("results", results.slug(device), "step.json")
     printer = console()
@@ -143,6 +162,24 @@ def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> Non
 
     with working(printer, "measuring the device's limits") as status:
         step.run_step(device, out, budget_s=budget, resume=resume, hear=hear, announce=status.update)
+    print_plain(printer, f"results: {out}")
+
+
+def _run_swap(device: str, out: Path | None, text: str, budget: float, resume: bool) -> None:
+    out = out or Path("results", results.slug(device), "swap.json")
+    printer = console()
+    printer.print(f"a Llama's training step on {device}, to {out}", highlight=False)
+
+    def hear(row: swap.SwapRow) -> None:
+        figures = row.reason
+        if row.step_us is not None:
+            figures = f"{row.step_us / 1e3:10.2f} ms  {row.tokens_per_s:10,.0f} tokens/s  loss {row.loss:.4f}"
+            figures += f"  gradients off by {row.gradients:.2g}  peak {(row.peak_bytes or 0) / 2**20:.0f} MiB"
+        print_plain(printer, f"{row.mode:14}{figures}")
+
+    with working(printer, "measuring the device's limits") as status:
+        given: dict[str, Any] = {"resume": resume, "hear": hear, "announce": status.update}
+        swap.run_swap(device, out, text=text, budget_s=budget, **given)
     print_plain(printer, f"results: {out}")
 
 

@@ -15,7 +15,7 @@ __all__ = ["bench", "compare"]
 @click.argument("names", metavar="[OP]...", nargs=-1)
 @click.option(
     "--suite",
-    type=click.Choice(["ops", "selection", "step", "decode", "launch", "recall", "text", "nested"]),
+    type=click.Choice(["ops", "selection", "step", "decode", "launch", "recall", "text", "nested", "swap"]),
     default="ops",
     show_default=True,
     help="ops: all candidates and peers. selection: time lost by the choices, overhead of choosing, time to "
@@ -23,7 +23,8 @@ __all__ = ["bench", "compare"]
     "model's generate. launch: the host's and the device's time of every candidate at lengths from 256 to "
     "16384. recall: models with neural memories, without and with gated DeltaNet, trained to recall pairs "
     "that are out of attention's reach. text: the same models' held-out bits per byte. nested: training with "
-    "learned multipliers of the learning rate and without.",
+    "learned multipliers of the learning rate and without. swap: a Hugging Face Llama's step, plain, "
+    "compiled, patched by Liger, and swapped.",
 )
 @click.option(
     "--regimes", help="Comma-separated: eager,graph,compiled. [default: all the device has but compiled]"
@@ -34,8 +35,8 @@ __all__ = ["bench", "compare"]
     "--filter",
     "text",
     default="",
-    help="Only cases whose name or shapes (in --suite decode, recall and text: models whose name) "
-    "contain this text, or one of several: 'A|B'.",
+    help="Only cases whose name or shapes (in --suite decode, recall and text: models whose name; in swap: "
+    "modes) contain this text, or one of several: 'A|B'.",
 )
 @options.budget(
     "Seconds measured per contest; verification comes on top. [default: 2; in --suite step 60, for all "
@@ -82,6 +83,7 @@ def bench(**values: Any) -> None:
       bakeoff bench --suite recall --filter lmm
       bakeoff bench --suite text --data enwik8 --seeds 3
       bakeoff bench --suite nested
+      bakeoff bench --suite swap
       bakeoff bench --jobs 8
       bakeoff bench swiglu --thorough --variants
     """

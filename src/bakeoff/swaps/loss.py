@@ -1,0 +1,182 @@
+"""The loss of a Hugging Face causal language model from its hidden states, without making all logits.
+
+In training with labels, the model's own forward runs with a head that passes hidden states through and a loss
+that takes them. In every other case (evaluation, generation, `logits_to_keep`, tuples instead of named
+outputs, hooks on the head) it runs as ever.
+"""
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bakeoff.swaps.probe import agrees, draw, quiet
+from bakeoff.swaps.replacement import Found, note
+
+__all__ = ["find_loss"]
+
+_CAP = "final_logit_softcapping"
+_IGNORED = -100
+
+
+def find_loss(module: nn.Module) -> Found | str | None:
+    """What replaces the loss of a causal language model; why nothing does; None where it is no such model."""
+    if not type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        return None
+    if importlib.util.find_spec("bakeoff.ops.linear_cross_entropy") is None:
+        return "this version has no op linear_cross_entropy"
+    head = getattr(module, "lm_head", None)
+    reason = _unfit(head)
+    if reason is not None:
+        return reason
+    parameters = inspect.signature(type(module).forward).parameters
+    if "labels" not in parameters or "logits_to_keep" not in parameters:
+        return "its forward takes no labels or no logits_to_keep"
+    try:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+    except ImportError as error:
+        return f"the library's causal loss isn't where it was ({error})"
+    if module.loss_function is not ForCausalLMLoss:
+        called = getattr(module.loss_function, "__name__", module.loss_function)
+        return f"its loss_function is {called}, not the library's ForCausalLMLoss"
+    return _does_more(module) or Found(("loss",), ("linear_cross_entropy",), _forward, ())
+
+
+def _unfit(head: Any) -> str | None:
+    """Why a head can't be replaced by its weight."""
+    if head is None:
+        return "it has no lm_head"
+    if type(head) is not nn.Linear:
+        return f"its lm_head is a {type(head).__name__}, not a plain nn.Linear whose weight can be read"
+    if not head.weight.is_floating_point() or head.weight.itemsize < 2:
+        return f"its lm_head's weight is {head.weight.dtype}"
+    if _hooked(head):
+        return "its lm_head has hooks, which would not be called"
+    return None
+
+
+def _hooked(head: Any) -> bool:
+    return bool(
+        head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or "forward" in vars(head)
+    )
+
+
+class _View:
+    """A model as its own forward sees it, with some attributes in the place of its own."""
+
+    def __init__(self, model: Any, /, **own: Any) -> None:
+        self._model = model
+        for name, value in own.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class _Without:
+    """A configuration without a cap on logits, which the loss takes care of."""
+
+    def __init__(self, config: Any, /, **own: Any) -> None:
+        self._config = config
+        setattr(self, _CAP, None)
+        for name, value in own.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _identity(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def _loss_of(head: Any, cap: float | None) -> Callable[..., Tensor]:
+    """The library's causal loss as a function of hidden states."""
+    from bakeoff.ops.linear_cross_entropy import linear_cross_entropy
+
+    def loss(
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = _IGNORED,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        del vocab_size, kwargs  # as the library's does
+        if shift_labels is None and labels is not None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        assert shift_labels is not None
+        hidden, target = logits.flatten(0, -2), shift_labels.reshape(-1).to(logits.device)
+        total = num_items_in_batch is not None
+        out: Tensor = linear_cross_entropy(
+            hidden, head.weight, target, bias=head.bias, ignore_index=ignore_index, softcap=cap,
+            reduction="sum" if total else "mean",
+        )  # fmt: skip
+        if isinstance(num_items_in_batch, Tensor):
+            num_items_in_batch = num_items_in_batch.to(out.device)
+        return out / num_items_in_batch if total else out
+
+    return loss
+
+
+@functools.cache
+def _forward(cls: Any) -> Callable[..., Any]:
+    original = cls.forward
+    places = [name for name in inspect.signature(original).parameters if name != "self"]
+    first = min(places.index("labels"), places.index("logits_to_keep"))
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        head, config = module.lm_head, module.config
+        keep, named = kwargs.get("logits_to_keep", 0), kwargs.get("return_dict", config.return_dict)
+        fused = module.training and kwargs.get("labels") is not None and len(args) <= first
+        fused = fused and isinstance(keep, int) and keep == 0 and named is not False
+        if not fused or type(head) is not nn.Linear or _hooked(head):
+            return original(module, *args, **kwargs)
+        note("loss")
+        cap = getattr(config, _CAP, None)
+        view = _View(module, lm_head=_identity, loss_function=_loss_of(head, cap), config=_Without(config))
+        out = original(view, *args, **kwargs)
+        return type(out)(**{name: value for name, value in out.items() if name != "logits"})
+
+    return forward
+
+
+def _does_more(module: Any) -> str | None:
+    """Why the model's forward is not its loss of what its head makes of its last hidden states."""
+    forward, vocabulary, width = type(module).forward, 7, 6
+    with quiet():
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        hidden = draw(2, 5, width)
+        head = nn.Linear(width, vocabulary, bias=True, device="meta")
+        head.weight, head.bias = nn.Parameter(draw(vocabulary, width)), nn.Parameter(draw(vocabulary))
+        cap = getattr(module.config, _CAP, None)
+        labels = torch.randint(vocabulary, (2, 5))
+        labels[0, 2] = _IGNORED
+
+        def losses(head: Any, loss: Any, config: Any, **more: Any) -> Tensor:
+            def body(*args: Any, **kwargs: Any) -> Any:
+                return BaseModelOutputWithPast(last_hidden_state=hidden)
+
+            view = _View(
+                module, model=body, lm_head=head, loss_function=loss, config=config, vocab_size=vocabulary
+            )
+            return forward(view, input_ids=labels, labels=labels, **more).loss  # type: ignore[no-any-return]
+
+        small = _Without(module.config, **{_CAP: cap, "vocab_size": vocabulary, "return_dict": True})
+        bare = _Without(module.config, vocab_size=vocabulary, return_dict=True)
+        for more in ({}, {"num_items_in_batch": 5}, {"shift_labels": labels}):
+            try:
+                theirs = losses(head, module.loss_function, small, **more)
+                ours = losses(_identity, _loss_of(head, cap), bare, **more)
+            except Exception as error:  # noqa: BLE001
+                return f"its forward fails on a small stand-in ({type(error).__name__}: {error})"
+            if not agrees(ours.view(1), theirs.view(1)):
+                return "its forward does something to logits that linear_cross_entropy doesn't"
+    return None
