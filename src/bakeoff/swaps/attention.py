@@ -48,7 +48,8 @@ def find_attention(
     if not kinds:
         return None, refused
     try:
-        _forward(type(module), *kinds)
+        cls: Any = type(module)
+        _forward(cls, *kinds)
     except SwapError as error:
         return None, {**refused, **dict.fromkeys(kinds, str(error))}
     return Found(kinds, kinds, _forward, kinds), refused

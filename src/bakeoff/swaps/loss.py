@@ -113,14 +113,13 @@ def _loss_of(head: Any, cap: float | None) -> Callable[..., Tensor]:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         assert shift_labels is not None
         hidden, target = logits.flatten(0, -2), shift_labels.reshape(-1).to(logits.device)
-        total = num_items_in_batch is not None
         out: Tensor = linear_cross_entropy(
             hidden, head.weight, target, bias=head.bias, ignore_index=ignore_index, softcap=cap,
-            reduction="sum" if total else "mean",
+            reduction="mean" if num_items_in_batch is None else "sum",
         )  # fmt: skip
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(out.device)
-        return out / num_items_in_batch if total else out
+        return out if num_items_in_batch is None else out / num_items_in_batch
 
     return loss
 

@@ -47,8 +47,9 @@ def _rms(module: nn.Module, eps: str, affine: bool) -> Found | str:
         x = draw(4, 3, _D) * torch.tensor([1.0, 1e-3, 30.0, 1e-5]).view(4, 1, 1)
         weight = draw(_D) if affine else None
         try:
-            held = {"weight": weight} if weight is not None else {"weight": None}
-            y = type(module).forward(stand_in(module, _present(held), **given, **_absent(held)), x)
+            held = {"weight": weight} if weight is not None else {}
+            given |= {} if affine else {"weight": None}
+            y = type(module).forward(stand_in(module, held, **given), x)
             mixed = _mixed(module, given) if affine else None
             if getattr(module, eps) is None and not _default_eps(module, given, affine):
                 return "its eps is None, which is not float32's here"
@@ -57,18 +58,10 @@ def _rms(module: nn.Module, eps: str, affine: bool) -> Found | str:
         value = getattr(module, eps)
         for offset in (0.0, 1.0) if affine else (0.0,):
             small = torch.finfo(torch.float32).eps if value is None else value
-            want = rms_reference(x, weight, small, None, offset)
+            want: Any = rms_reference(x, weight, small, None, offset)
             if isinstance(y, Tensor) and agrees(y, want):
                 return Found(("norms",), ("rms_norm",), _rms_forward, (eps, offset, mixed is torch.float32))
     return "its forward is neither x / rms(x) * weight nor x / rms(x) * (1 + weight)"
-
-
-def _present(held: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in held.items() if tensor is not None}
-
-
-def _absent(held: dict[str, Tensor | None]) -> dict[str, Any]:
-    return {name: None for name, tensor in held.items() if tensor is None}
 
 
 def _mixed(module: nn.Module, given: dict[str, Any]) -> torch.dtype:
@@ -81,7 +74,7 @@ def _default_eps(module: nn.Module, given: dict[str, Any], affine: bool) -> bool
     """Whether no eps means float32's for bfloat16, too."""
     x = draw(4, _D).mul(1e-3).to(torch.bfloat16)
     held = {"weight": torch.ones(_D, dtype=x.dtype)} if affine else {}
-    y = type(module).forward(stand_in(module, held, **given, **({} if affine else {"weight": None})), x)
+    y = type(module).forward(stand_in(module, held, **given), x)
     want = rms_reference(x.float(), None, torch.finfo(torch.float32).eps)
     return bool(((y.float() - want).abs() <= 0.02 * want.abs().amax()).all())  # type: ignore[union-attr]
 
@@ -138,6 +131,6 @@ def _layer_forward(cls: type) -> Callable[..., Tensor]:
         if _cast_by_autocast(x):
             return nn.LayerNorm.forward(module, x)
         note("norms")
-        return layer_norm(x, module.weight, module.bias, module.eps)  # type: ignore[no-any-return]
+        return layer_norm(x, module.weight, module.bias, module.eps)  # type: ignore[return-value]
 
     return forward

@@ -39,7 +39,8 @@ class Replacement:
     """A module's own `forward` after the swap; counts how often each of its kinds ran."""
 
     def __init__(self, module: nn.Module, found: Found) -> None:
-        self.module, self.found, self.cls = module, found, type(module)
+        self.module, self.found = module, found
+        self.cls: Any = type(module)
         self.calls = dict.fromkeys(found.kinds, 0)
 
     @property

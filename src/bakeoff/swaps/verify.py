@@ -90,9 +90,9 @@ def verify(report: "Report", args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return Comparison(swapped, {name: errors_of(plain[name], exact[name]) for name in mine}, calls)
 
 
-def _exact(model: nn.Module) -> nn.Module:
+def _exact(model: nn.Module) -> Any:
     """A copy in float64; mixtures of experts without grouped products, which take no float64."""
-    other = copy.deepcopy(model).double()
+    other: Any = copy.deepcopy(model).double()
     if hasattr(other, "set_experts_implementation"):
         other.set_experts_implementation("eager")
     return other
@@ -137,7 +137,7 @@ def _results(model: nn.Module, batch: Batch) -> Results:
             raise SwapError("verify: the model returned no floating-point tensor")
         model.training = True  # of the model alone: it decides whether the loss needs logits
         out = model(*args, **kwargs)
-        loss = getattr(out, "loss", None)
+        loss: Any = getattr(out, "loss", None)
         if loss is None:
             loss = sum(_projected(tensor) for tensor in _tensors(out))
         wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
