@@ -34,7 +34,8 @@ class Fp8Linear(nn.Linear):
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         kind = x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)

@@ -66,7 +66,7 @@ class _Quack(torch.autograd.Function):
 def quack_supports(case: Case) -> str | None:
     """Why quack can't take `case`, or None."""
     for name in ("weight", "bias"):
-        meta = case.args[name]
+        meta = case.tensors.get(name)
         if meta is None and name == "weight":
             return "quack's layer_norm needs a weight"
         if meta is not None and meta.dtype != torch.float32:
