@@ -356,7 +356,9 @@ def test_models_learn_tasks_beside_text(
     task: str, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(task_runs, "_MANY", 1)
-    found = small("llm-med-tiny", "byte-spectral-tiny taps=8", folder=folder)
+    found = small(
+        "llm-med-tiny", "byte-spectral-tiny taps=8 optim.name=muon optim.muon_lr=2e-3", folder=folder
+    )
     plan = Plan.of(found, [], [32], tasks=[task], task_steps=2, seeds=1)  # type: ignore[list-item]
     record = carry_out(plan, tmp_path / "out")
     for run in read_runs(tmp_path / "out").values():

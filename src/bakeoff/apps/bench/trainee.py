@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from bakeoff.apps.train.step import set_rate
 from bakeoff.device import synchronize
 from bakeoff.graphs import NotCapturable, capture_step
 from bakeoff.optim import AdamW, DeepNestedOptimizer
@@ -33,11 +34,7 @@ class Trainee:
     def __call__(self, ids: Tensor, targets: Tensor, rate: float) -> None:
         """A step on ids and targets [B, T], of the CPU or pinned memory."""
         with self.apart():
-            for group in self.optimizer.param_groups:
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+            set_rate(self.optimizer, rate)
             ids, targets = (x.to(self.device, non_blocking=True) for x in (ids, targets))
             self._issue(ids, targets)
 

@@ -22,7 +22,7 @@ from bakeoff.optim import AdamW, DeepNestedOptimizer, Muon, muon_groups, nested_
 from bakeoff.parallel import ALONE, World, groups_of, replicas, sharded, total_norm
 from bakeoff.select.choose.policy import untuned
 
-__all__ = ["Stepper", "adamw", "learning_rate", "muon", "optimizer", "uses_bf16"]
+__all__ = ["Stepper", "adamw", "learning_rate", "muon", "optimizer", "set_rate", "uses_bf16"]
 
 _RATE = "share_of_lr"
 """Key of a group whose rate is another than the schedule's: its multiple of that."""
@@ -102,6 +102,16 @@ def optimizer(model: nn.Module, optim: Optim, device: torch.device, mode: str = 
     )
 
 
+def set_rate(optimizer: AdamW, lr: float) -> None:
+    """Every group's rate for the next step: `lr`, times the group's own share of it."""
+    for group in optimizer.param_groups:
+        rate = lr * group.get(_RATE, 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
 class Stepper:
     """Steps a model, and adds up on the device what the next log point reads.
 
@@ -156,12 +166,7 @@ class Stepper:
 
     def __call__(self, rows: Tensor, lr: float) -> None:
         """A step on this rank's `rows` [B, T + 1] uint8 at rate `lr`."""
-        for group in self.optimizer.param_groups:
-            rate = lr * group.get(_RATE, 1.0)
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
+        set_rate(self.optimizer, lr)
         if self.captured is None:
             self._step(rows)
             return
