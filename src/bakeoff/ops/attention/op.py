@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from bakeoff import hardware
 from bakeoff.kernels.counter import launches
 from bakeoff.ops.attention import peers, plain, pytorch
 from bakeoff.ops.attention.plain import FEW
 from bakeoff.ops.attention.reference import attention as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
-from bakeoff.select.declare.abilities import needs_native
+from bakeoff.select.declare.abilities import needs_native, plain_pytorch
 from bakeoff.select.declare.arguments import INTEGER, Arguments, Flag, Tensor
 from bakeoff.select.declare.compiled import compiled, compiler_missing
 from bakeoff.select.declare.key import layout, round_rows, with_layout
@@ -225,26 +224,6 @@ def compiled_supports(case: Case) -> str | None:
     return compiler_missing(case)
 
 
-def heuristic(case: Case, regime: str) -> str:
-    """Kernels of their own for a few queries of a longer row; PyTorch's FlashAttention for windows,
-    documents and pieces behind a prefix, where its default would read a mask; cuDNN by name for training with
-    heads of 64, where on an H100 (8x1024x8x64, causal, both directions) it took 151 us and the default 207.
-    PyTorch's default elsewhere."""
-    if not case.device.startswith("cuda"):
-        return "eager"
-    T, S, D = case.q.shape[1], case.k.shape[1], case.q.shape[-1]
-    if (case.lengths is not None or T < S) and not decode_supports(case):
-        return "decode"
-    some = case.window is not None or case.cu_seqlens is not None or (case.causal and T not in (1, S))
-    capability = hardware.capability(hardware.index(case.device))
-    if some and not pytorch.supports(case, "flash") and capability >= (8, 0):
-        return "flash"
-    known = case.needs_grad and D == 64 and T >= 512 and capability == (9, 0)
-    if known and regime != "compiled" and not pytorch.supports(case, "cudnn"):
-        return "cudnn"
-    return "eager"
-
-
 def _decode() -> Implementation:
     from bakeoff.ops.attention.triton import decode
 
@@ -312,7 +291,7 @@ OP = Op(
     bucket=bucket,
     cost=cost,
     cases=cases,
-    heuristic=heuristic,
+    heuristic=plain_pytorch,
     features={"q": 2, "k": 2, "v": 2},
     batched=frozenset({"q", "k", "v", "lengths"}),
     draw=draw,

@@ -8,7 +8,7 @@ from bakeoff import hardware
 from bakeoff.ops.fp8_linear import plain, scaled
 from bakeoff.ops.fp8_linear.reference import fp8_linear as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
-from bakeoff.select.declare.abilities import kernel_candidate, needs_gpu
+from bakeoff.select.declare.abilities import kernel_candidate, needs_gpu, plain_pytorch
 from bakeoff.select.declare.arguments import Arguments, Choice, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
@@ -123,13 +123,6 @@ def compiled_supports(case: Case) -> str | None:
     return scaled_supports(case) or compiler_missing(case)
 
 
-def heuristic(case: Case, regime: str) -> str:
-    """FP8 products where there are any: quantised by the kernel, or inside torch.compile by what it makes."""
-    if not case.device.startswith("cuda") or scaled_supports(case) is not None:
-        return "eager"
-    return "scaled_mm" if regime == "compiled" else "triton"
-
-
 def _triton() -> Implementation:
     from bakeoff.ops.fp8_linear.triton import fp8_linear
 
@@ -149,7 +142,7 @@ OP = Op(
     bucket=bucket,
     cost=cost,
     cases=cases,
-    heuristic=heuristic,
+    heuristic=plain_pytorch,
     features={"x": 1, "weight": 2, "bias": 1},
     batched=frozenset({"x"}),
 )

@@ -7,14 +7,13 @@ import torch
 from bakeoff.ops.layer_norm import peers, plain
 from bakeoff.ops.layer_norm.reference import layer_norm as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
-from bakeoff.select.declare.abilities import kernel_candidate, needs_native
+from bakeoff.select.declare.abilities import kernel_candidate, plain_pytorch
 from bakeoff.select.declare.arguments import ANY_FLOATING, Arguments, Number, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
 
 __all__ = ["OP"]
 
-_HOST_BOUND = 1 << 26  # bytes of x
 
 check = Arguments(
     "layer_norm",
@@ -111,16 +110,6 @@ def _case(
     return Case(args, "cuda", f"{rows}x{features} {short} {name}".strip())
 
 
-def heuristic(case: Case, regime: str) -> str:
-    """Triton on a GPU; plain PyTorch on the CPU, inside torch.compile, which fuses it, and where the host's
-    time decides, up to the size that was measured for rms_norm: PyTorch's own backward is C++."""
-    if regime == "compiled" or not case.device.startswith("cuda") or needs_native(case) is not None:
-        return "eager"
-    native = case.residual is None and len({meta.dtype for meta in case.tensors.values()}) == 1
-    host_bound = regime == "eager" and case.needs_grad and native and case.x.nbytes < _HOST_BOUND
-    return "eager" if host_bound else "triton"
-
-
 def _triton() -> Implementation:
     from bakeoff.ops.layer_norm.triton import layer_norm
 
@@ -161,7 +150,7 @@ OP = Op(
     bucket=bucket,
     cost=cost,
     cases=cases,
-    heuristic=heuristic,
+    heuristic=plain_pytorch,
     features={"x": 1, "weight": 1, "bias": 1, "residual": 1},
     batched=frozenset({"x", "residual"}),
 )
