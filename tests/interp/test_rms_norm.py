@@ -317,6 +317,16 @@ def test_scale_law() -> None:
         torch.testing.assert_close(rms_norm(c * x, None, 0.0, None, 0.0), rms_norm(x, None, 0.0, None, 0.0))
 
 
+@pytest.mark.parametrize("rows", [7, 700])
+def test_without_eps_rows_that_do_not_exist_add_nothing(rows: int) -> None:
+    """Those of a tile behind the last row, whose squares are 0."""
+    x, weight = draw((rows, 64)).requires_grad_(), draw((64,)).requires_grad_()
+    args, dys = [x, weight, 0.0, None, 0.0], [draw((rows, 64))]
+    for got, want in zip(results(rms_norm, args, dys), results(reference, args, dys), strict=True):
+        assert got is not None
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_rows_are_independent() -> None:
     x, w = draw((7, 33)), draw((33,))
     order = torch.randperm(7)

@@ -185,6 +185,8 @@ def _backward(
     tensors = {"dy": dy, "ds": ds, "s": s, "weight": weight, "dx": dx, "dresidual": dresidual}
     numbers |= {"N": N, "offset": offset}
     if passes == 1:
+        # Rows behind the last one are zeros: only a finite r adds nothing to the weight's sum.
+        eps = max(eps, torch.finfo(torch.float32).tiny)
         plan.launch(_backward_kernel, grid, **tensors, partial=partial, eps=eps, **numbers)
     else:
         row_sums = plan.empty((N, 2), torch.float32)
