@@ -36,7 +36,7 @@ def worn_out(*args: Any) -> Any:
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A run of 6 steps whose norms run `worn_out`, watched after every second step."""
+    """A run of 8 steps whose norms run `worn_out`, watched after every second step."""
     (tmp_path / "text.txt").write_text("".join(f"line {n}: seven lazy dogs\n" for n in range(400)))
     monkeypatch.setenv("BAKEOFF_CACHE", str(tmp_path / "cache"))
     op = replace(
@@ -55,7 +55,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         model=ModelConfig(d_model=32, layers=1, heads=2, max_seq_len=32, dropout=0.1),
         data=Data(path=str(tmp_path / "text.txt")),
         train=Train(
-            steps=6, batch_size=4, log_every=1, eval_rows=4, checkpoint_every=0, device="cpu",
+            steps=8, batch_size=4, log_every=1, eval_rows=4, checkpoint_every=0, device="cpu",
             leak_check=False, run_dir=str(tmp_path / "run"), sentinel=2,
         ),
         select=Select(tune=False),

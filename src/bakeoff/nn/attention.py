@@ -28,9 +28,8 @@ class KeyValues:
 
     @property
     def rows(self) -> int | None:
-        """How many rows it holds; None while it is empty."""
-        held = self.layers[0] if self.layers else None
-        return None if held is None else held[0].shape[0]
+        """How many rows it holds; None while it is empty. Not every layer need attend."""
+        return next((pair[0].shape[0] for pair in self.layers if pair is not None), None)
 
     def tensors(self) -> list[Tensor]:
         """All that it holds, each of which is written in place."""

@@ -70,7 +70,7 @@ def run(
             *both,
             out,
             seeds=seeds,
-            lengths=_lengths(lengths or LENGTHS),
+            lengths=_lengths(LENGTHS if lengths is None else lengths),
             resume=resume,
             say=functools.partial(print_plain, printer),
             announce=status.update,
