@@ -39,6 +39,8 @@ def eager(
     if watched():
         return reference(q, k, v, causal, window, scale, cu_seqlens, lengths)
     T, S = q.shape[1], k.shape[1]
+    if lengths is not None and T == 1 and window is None and not _wants_grad(q, k, v):
+        return _one_query(q, k, v, scale, lengths)
     if lengths is not None and T <= FEW:
         return by_products(q, k, v, causal, window, scale, cu_seqlens, lengths)
     if q.is_cuda and not is_compiling():
@@ -119,20 +121,45 @@ def products(
 ) -> Tensor:  # fmt: skip
     """Two products and a softmax, scores in float32 or wider; heads in groups share keys where they lie."""
     (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
-    G = H // K
-    grouped = q.unflatten(2, (K, G)).permute(0, 2, 3, 1, 4).reshape(B * K, G * T, D)
-    keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-    if q.dtype in (torch.float32, torch.float64):
-        scores = torch.bmm(grouped, keys.mT)
-    elif q.is_cuda and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)):
-        scores = torch.bmm(grouped, keys.mT, out_dtype=torch.float32)
-    else:
-        scores = torch.bmm(grouped.float(), keys.mT.float())
+    G, scores = H // K, _scores(q, k)
     t = torch.arange(T, device=q.device)
     there = seen(t, T, S, causal, window, cu_seqlens, lengths, q.device)[:, None, None]
     scores = scores.view(B, K, G, T, S) * (1 / math.sqrt(D) if scale is None else scale)
     scores = scores.masked_fill(~there, -torch.inf)
     none = ~there.any(-1, keepdim=True)
     weights = scores.masked_fill(none, 0.0).softmax(-1).masked_fill(none, 0.0)
-    y = torch.bmm(weights.to(v.dtype).view(B * K, G * T, S), values)
+    y = torch.bmm(weights.to(v.dtype).view(B * K, G * T, S), _heads_first(v))
     return y.view(B, K, G, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, H, D)
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float | None, lengths: Tensor) -> Tensor:
+    """`products` of one query a row, which sees all that its row holds, without gradients: fewer passes."""
+    (B, _, H, D), (S, K) = q.shape, k.shape[1:3]
+    held = torch.arange(S, device=q.device) < lengths[:, None]
+    bias = torch.where(held, 0.0, -torch.inf).view(B, 1, 1, S)
+    by = 1 / math.sqrt(D) if scale is None else scale
+    scores = torch.add(bias, _scores(q, k).view(B, K, H // K, S), alpha=by)
+    weights = scores.softmax(-1).to(v.dtype).view(B * K, H // K, S)
+    y = torch.bmm(weights, _heads_first(v)).view(B, 1, H, D)
+    return y.masked_fill((lengths <= 0).view(B, 1, 1, 1), 0.0)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """q . k [B K, G T, S] in float32 or wider; heads in groups share keys where they lie."""
+    (B, T, H, D), K = q.shape, k.shape[2]
+    grouped = q.unflatten(2, (K, H // K)).permute(0, 2, 3, 1, 4).reshape(B * K, H // K * T, D)
+    keys = _heads_first(k)
+    if q.dtype in (torch.float32, torch.float64):
+        return torch.bmm(grouped, keys.mT)
+    if q.is_cuda and not _wants_grad(q, k):
+        return torch.bmm(grouped, keys.mT, out_dtype=torch.float32)
+    return torch.bmm(grouped.float(), keys.mT.float())
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[B, S, K, D] as [B K, S, D]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _wants_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
