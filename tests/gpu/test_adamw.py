@@ -295,8 +295,10 @@ def test_another_stream_waits_for_the_table() -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)
     global_norm(grads, impl="triton")
-    with torch.cuda.stream(torch.cuda.Stream()):
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
         norm = global_norm(grads, impl="triton")
+    other.synchronize()
     assert norm.item() == pytest.approx(2 * 10_130**0.5)
 
 

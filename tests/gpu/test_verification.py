@@ -1,12 +1,15 @@
 """Every op's own candidates pass all that a contest's verification asks of them."""
 
+import re
+
 import pytest
 import torch
 
 import bakeoff.ops  # noqa: F401  registers them
 from bakeoff.apps.bench.suites import shrunk
-from bakeoff.select import Candidate, Case, registry
+from bakeoff.select import Candidate, Case, Op, registry
 from bakeoff.select.contests.examine import examine
+from bakeoff.select.contests.judge import Inaccurate
 from bakeoff.select.contests.verify import Rejected, verify, yardsticks
 from tests.unit import zoo
 
@@ -14,11 +17,12 @@ ELEMENTS = 1 << 20
 APART = {
     ("adamw_", "fused"): (
         "124M fp32",
-        "new exp_avg_sq is wrong",
-        "its 1 - beta2 is 1 - float32(0.999), 1.29e-5 less than 0.001; so are moments that a gradient rules",
+        "new (exp_avg_sq|params|sums) is wrong",
+        "its 1 - beta2 is 1 - float32(0.999), 1.29e-5 less than 0.001, and with it what a gradient rules",
     ),
 }
-"""Honest candidates that are less exact than eager all the same: at which case, what is rejected, and why."""
+"""Honest candidates that are less exact than eager all the same: a case at which one is always rejected, for
+what, and why. At other cases it may be, for the same."""
 LONG = {
     (
         "memory_scan",
@@ -43,6 +47,15 @@ def cells() -> list[object]:
     return found
 
 
+def rejected(op: Op, candidate: Candidate, case: Case) -> str:
+    """Why its results are refused, or nothing."""
+    try:
+        verify(op, candidate, yardsticks(op, op.bucket(case), case))
+    except Inaccurate as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize(("op_name", "case", "name"), cells())
 def test_verification_takes_no_honest_candidate_for_a_bad_one(op_name: str, case: Case, name: str) -> None:
     """What torch.compile makes is tried at one case an op: each takes it half a minute."""
@@ -50,10 +63,10 @@ def test_verification_takes_no_honest_candidate_for_a_bad_one(op_name: str, case
     candidate = op.candidate(name)
     if candidate.reasons(case):
         return
-    apart, rejection, _ = APART.get((op_name, name), ("", "", ""))
-    if case.name == apart:
-        with pytest.raises(Rejected, match=rejection):
-            verify(op, candidate, yardsticks(op, op.bucket(case), case))
+    if (op_name, name) in APART:
+        always, rejection, _ = APART[op_name, name]
+        found = rejected(op, candidate, case)
+        assert re.match(rejection, found) if found else case.name != always, found
         return
     for i, stick in enumerate(yardsticks(op, op.bucket(case), case)):
         verify(op, candidate, [stick])

@@ -164,7 +164,7 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
             ["bench", "--device", "cpu", "--suite", "selection", "--regimes", "eager"],
             "belongs to --suite ops",
         ),
-        (["bench", "rms_norm", "--suite", "step"], "leave OP, --filter, --regimes and --jobs out"),
+        (["bench", "rms_norm", "--suite", "step"], "leave OP, --regimes and --jobs out"),
         (["generate", "absent"], "holds no checkpoint"),
         (["table", "export", "copy.json", "--device", "cpu"], "bakeoff tune RECIPE first"),
         (["table", "show", "absent.json", "--device", "cpu"], "absent.json can't be read"),

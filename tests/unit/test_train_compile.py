@@ -53,16 +53,20 @@ def test_a_compiled_run_trains_alike_and_opens_like_any_other(base: Config, tmp_
     assert len(on) == 5
 
 
+MODES = (suite.PLAIN, "eager", "compiled")
+
+
 @needs_compiler
 def test_the_step_suite_writes_a_row_a_mode(
     base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suite, "_sized", lambda device: [("LLMMed small", base, ("eager", "compiled"), 1)])
+    monkeypatch.setattr(suite, "_sized", lambda device: [("LLMMed small", base, MODES, 1)])
     heard: list[suite.StepRow] = []
     suite.run_step("cpu", tmp_path / "step.json", hear=heard.append, budget_s=0.0)
     rows = suite.results.read(tmp_path / "step.json").rows
     assert rows == [msgspec.to_builtins(row) for row in heard]
-    assert [row["mode"] for row in rows] == ["eager", "compiled"]
+    assert [row["mode"] for row in rows] == ["reduce-overhead", "eager", "compiled"]
+    assert rows.pop(0)["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5)
     for row in rows:
         assert row["step_us_p20"] <= row["step_us"] <= row["step_us_p80"]
         assert row["tokens_per_s"] == pytest.approx(4 * 16 / row["step_us"] * 1e6)
@@ -85,7 +89,7 @@ def test_the_bench_command_writes_steps_and_takes_them_up(
         done = CliRunner().invoke(main, words)
         assert done.exit_code == 0, done.output
         assert f"results: {out}" in done.output
-        said = [line.split()[0] for line in done.output.splitlines() if "bytes/s" in line]
+        said = [line.split()[2] for line in done.output.splitlines() if "bytes/s" in line]
         assert said == [mode for mode in modes if mode not in kept]
         return suite.results.read(out).rows
 

@@ -1,5 +1,6 @@
-"""Suite "step": a whole training step of the small LLM-Med, issued op by op, captured, compiled, and both; of
-the TitanMAC of size "seed", by autograd in plain PyTorch, op by op, and captured.
+"""Suite "step": a whole training step of the small and the base LLM-Med, in plain PyTorch under
+torch.compile(mode="reduce-overhead"), then issued op by op, captured, compiled, and both; of the TitanMAC of
+size "seed", by autograd in plain PyTorch, op by op, and captured.
 
 Every mode starts from the same weights and takes the same steps on the same bytes, so that their losses say
 whether they train alike.
@@ -22,6 +23,7 @@ import bakeoff
 from bakeoff.apps.bench import results
 from bakeoff.apps.bench.autograd_memory import by_autograd
 from bakeoff.apps.bench.results import File, open_file
+from bakeoff.apps.bench.suites import chosen
 from bakeoff.apps.train import Config, recipe, resolve
 from bakeoff.apps.train.data import Batches, ByteCorpus, split
 from bakeoff.apps.train.selection import choices, select_candidates
@@ -32,12 +34,15 @@ from bakeoff.models import build
 from bakeoff.select import tune, using
 from bakeoff.timing import seconds_per_call
 
-__all__ = ["MODES", "OF_MEMORY", "StepRow", "counted", "run_step", "source_hash"]
+__all__ = ["MODES", "OF_MEMORY", "PLAIN", "StepRow", "counted", "run_step", "source_hash"]
 
-MODES = ("eager", "captured", "compiled", "compiled+captured")
+PLAIN = "reduce-overhead"
+"""What one line gives a user of PyTorch alone."""
+MODES = (PLAIN, "eager", "captured", "compiled", "compiled+captured")
 OF_MEMORY = ("autograd", "eager", "captured")
 """Modes of a model with neural memories."""
 _BLOCKS, _BATCHES, _WARM = 7, 8, 6
+_KERNELS, _NAME = 48, 120  # how many kernels a profile names, and letters of a name
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
@@ -64,6 +69,8 @@ class StepRow(msgspec.Struct, kw_only=True):
     loss: float
     steps: int
     choices: dict[str, str]
+    device_us: dict[str, float] = {}
+    """Where a step's time on the device goes: the kernels that take most of it, by name."""
     reason: str = ""
     """Why the mode is not what it says, where it could not be captured."""
     source_hash: str = ""
@@ -80,13 +87,15 @@ def run_step(
     *,
     budget_s: float = 60.0,
     resume: bool = False,
+    text: str = "",
     hear: Hear = lambda row: None,
     announce: Callable[[str], None] = lambda stage: None,
 ) -> File:
     """Measure a training step in every mode that `device` has, and write each to `out` at once.
 
     A mode's row in `out` is replaced; with `resume` it is kept where it has today's sources. `budget_s` is
-    for all contests of the step's ops, before each mode.
+    for all contests of the step's ops, before each mode. Only what has `text` in its model and mode, or one
+    of several: "LLMMed base captured|TitanMAC".
 
     Raises:
         ResultsError: `out` can't be read or written, or belongs to another machine or other versions.
@@ -94,7 +103,7 @@ def run_step(
     env = results.environment(device)
     file = open_file(out, env)
     for name, config, modes, steps in _sized(device):
-        for mode in modes:
+        for mode in (mode for mode in modes if chosen(text, f"{name} {mode}")):
             held = [row for row in file.rows if _same(row, name, config, mode)]
             if resume and any(row.get("source_hash") == source_hash() for row in held):
                 continue
@@ -127,21 +136,25 @@ def source_hash() -> str:
 
 
 def _sized(device: str) -> list[tuple[str, Config, tuple[str, ...], int]]:
-    """(model, configuration, modes, steps a block); on a GPU 48 and 4 rows of 512 bytes, as in published
-    results."""
+    """(model, configuration, modes, steps a block); on a GPU the small models have 48 and 4 rows of 512
+    bytes, as in published results."""
     if device.startswith("cuda"):
-        sizes = [("LLMMed small", "llm-med", 48, MODES, 20), ("TitanMAC seed", "titan-mac", 4, OF_MEMORY, 5)]
+        sizes = [
+            ("LLMMed small", "llm-med", 48, 512, MODES, 20),
+            ("LLMMed base", "llm-med-base", 32, 1024, MODES, 5),
+            ("TitanMAC seed", "titan-mac", 4, 512, OF_MEMORY, 5),
+        ]
         return [
             (
                 name,
-                resolve(recipe(base), None, [f"train.batch_size={rows}", "train.seq_len=512"]),
+                resolve(recipe(base), None, [f"train.batch_size={rows}", f"train.seq_len={seq}"]),
                 modes,
                 steps,
             )
-            for name, base, rows, modes, steps in sizes
+            for name, base, rows, seq, modes, steps in sizes
         ]
     given = ["train.batch_size=2", "train.seq_len=64"]
-    return [("LLMMed small", resolve(recipe("llm-med"), None, given), ("eager", "compiled"), 1)]
+    return [("LLMMed small", resolve(recipe("llm-med"), None, given), (PLAIN, "eager", "compiled"), 1)]
 
 
 def measured(
@@ -152,24 +165,26 @@ def measured(
     budget_s: float = 60.0,
     name: str = "LLMMed small",
 ) -> StepRow:
-    """One mode's row: `steps` a block. In mode "autograd" every op is plain PyTorch, and memories learn by
-    autograd."""
+    """One mode's row: `steps` a block. In the modes "autograd" and "reduce-overhead" every op is plain
+    PyTorch; in the former memories learn by autograd."""
     captured, compiled = "captured" in mode, "compiled" in mode
     config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, compile=compiled))
     torch.compiler.reset()
     _reset_peak(device)
-    plain = mode == "autograd"
+    plain = mode in ("autograd", PLAIN)
     with using("off") if plain else using(regime="graph" if captured else "eager"):
         torch.manual_seed(0)
         model = build(config.model).to(device).train()
-        if plain:
+        if mode == "autograd":
             by_autograd(model)
-        stepper = Stepper(model, config, device)
+        stepper = _Plain(model, config, device) if mode == PLAIN else Stepper(model, config, device)
         batches = _batches(config, device)
         rate = config.optim.lr
         if not plain:
             tune(lambda: stepper.rehearse(batches[0].to(device)), budget_s)
-        selected = _selected(lambda: stepper.rehearse(batches[0].to(device)), config)
+        selected: dict[str, str] = {}
+        if mode != PLAIN:
+            selected = _selected(lambda: stepper.rehearse(batches[0].to(device)), config)
         if captured:
             stepper.capture()
         count = 0
@@ -204,10 +219,35 @@ def measured(
             loss=stepper.read(count)["loss"],
             steps=count,
             choices=selected,
+            device_us=_device_us(step, device),
             reason=stepper.uncaptured,
             source_hash=source_hash(),
             date=results.now(),
         )
+
+
+class _Plain(Stepper):
+    """The step that a user of PyTorch alone writes: torch.compile(mode="reduce-overhead") around the model,
+    gradients clipped, fused AdamW."""
+
+    def __init__(self, model: Any, config: Config, device: torch.device) -> None:
+        super().__init__(model, config, device)
+        self.module = torch.compile(model, mode="reduce-overhead" if device.type == "cuda" else None)
+        groups = [
+            {key: group[key] for key in ("params", "weight_decay")} for group in self.optimizer.param_groups
+        ]
+        optim = config.optim
+        self.plain = torch.optim.AdamW(
+            groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
+        )
+
+    def __call__(self, rows: Tensor, lr: float) -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = self._backward(rows)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optim.clip)
+        self.plain.step()
+        self.plain.zero_grad(set_to_none=True)
+        self._count(loss, norm, torch.zeros_like(loss, dtype=torch.bool))
 
 
 def _selected(step: Callable[[], object], config: Config) -> dict[str, str]:
@@ -238,11 +278,7 @@ def counted(step: Callable[[], object], device: torch.device) -> tuple[int | Non
     the host waits for the device."""
     if device.type != "cuda":
         return None, None, None
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        step()
-        synchronize(device)
-    events = list(profiler.events())
+    events = _profiled(step, device)
     asked = sum(event.name.startswith(_LAUNCHES) for event in events)
     ran = sum(str(event.device_type).endswith("CUDA") for event in events)
     with warnings.catch_warnings(record=True) as said:
@@ -250,3 +286,25 @@ def counted(step: Callable[[], object], device: torch.device) -> tuple[int | Non
         with sync_mode("warn"):
             step()
     return asked, ran, sum(WAITED in str(warning.message) for warning in said)
+
+
+def _profiled(step: Callable[[], object], device: torch.device) -> list[Any]:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        step()
+        synchronize(device)
+    return list(profiler.events())
+
+
+def _device_us(step: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Microseconds of a step by kernel, the largest first; those that don't fit count as "others"."""
+    if device.type != "cuda":
+        return {}
+    spent: dict[str, float] = {}
+    for event in _profiled(step, device):
+        if str(event.device_type).endswith("CUDA"):
+            name = event.name[:_NAME]
+            spent[name] = spent.get(name, 0.0) + event.device_time
+    ranked = sorted(spent.items(), key=lambda item: -item[1])
+    shown = {name: round(us, 1) for name, us in ranked[:_KERNELS]}
+    return shown | {"others": round(sum(us for _, us in ranked[_KERNELS:]), 1)}

@@ -34,7 +34,7 @@ __all__ = ["run"]
 
 
 _OWN: dict[str, tuple[str, tuple[str, ...]]] = {
-    "step": ("measures whole steps", ("OP", "--filter", "--regimes", "--jobs")),
+    "step": ("measures whole steps", ("OP", "--regimes", "--jobs")),
     "decode": ("generates text", ("OP", "--budget", "--regimes", "--jobs")),
     "recall": ("trains models", ("OP", "--budget", "--regimes", "--jobs")),
     "text": ("trains models", ("OP", "--budget", "--regimes", "--jobs")),
@@ -140,12 +140,12 @@ def _refuse(suite: str, given: dict[str, object]) -> None:
 
 def _run_whole(suite: str, device: str, out: Path | None, text: str, budget: float, resume: bool) -> None:
     if suite == "step":
-        _run_step(device, out, budget, resume)
+        _run_step(device, out, text, budget, resume)
     else:
         _run_swap(device, out, text, budget, resume)
 
 
-def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> None:
+def _run_step(device: str, out: Path | None, text: str, budget: float, resume: bool) -> None:
     out = out or Path("results", results.slug(device), "step.json")
     printer = console()
     printer.print(f"training steps on {device}, to {out}", highlight=False)
@@ -156,12 +156,14 @@ def _run_step(device: str, out: Path | None, budget: float, resume: bool) -> Non
             peak, held = (row.peak_bytes or 0) / 2**20, row.graph_bytes / 2**20
             figures += f"  {row.launches} launches, {row.kernels} kernels, {row.syncs} syncs"
             figures += f", peak {peak:.0f} MiB, graph {held:.0f} MiB"
-        print_plain(printer, f"{row.mode:18}{figures}")
+        print_plain(printer, f"{row.model:14}{row.mode:18}{figures}")
         if row.reason:
             printer.print(Text(f"  not captured: {row.reason}", style="yellow"))
 
     with working(printer, "measuring the device's limits") as status:
-        step.run_step(device, out, budget_s=budget, resume=resume, hear=hear, announce=status.update)
+        step.run_step(
+            device, out, budget_s=budget, resume=resume, text=text, hear=hear, announce=status.update
+        )
     print_plain(printer, f"results: {out}")
 
 

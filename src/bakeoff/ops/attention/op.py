@@ -296,6 +296,7 @@ OP = Op(
     batched=frozenset({"q", "k", "v", "lengths"}),
     draw=draw,
     settings=frozenset({"scale"}),
+    averages=True,
 )
 
 register(OP)

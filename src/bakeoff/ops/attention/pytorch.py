@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from bakeoff.attention_backends.inputs import (
     differentiable,
+    exact,
     readable,
     shares,
     width_refused,
@@ -78,6 +79,7 @@ def efficient(
     return differentiable(y).transpose(1, 2)
 
 
+@exact
 def math(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None,
     cu_seqlens: Tensor | None, lengths: Tensor | None,
@@ -88,7 +90,7 @@ def math(
     y = aten._scaled_dot_product_attention_math(
         q, k, v, None, 0.0, causal, None, scale=scale, enable_gqa=shared
     )[0]
-    return y.transpose(1, 2)  # type: ignore[no-any-return]
+    return y.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
 
 
 def _whole(case: Case) -> bool:
@@ -131,10 +133,11 @@ def _flexible(
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     chosen: Any = {"BACKEND": options} if options else None
     y = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=shared, kernel_options=chosen)
-    return y.transpose(1, 2)
+    return y.transpose(1, 2).contiguous()
 
 
 _flexed = compiled(_flexible)
+_flexed_as_given = exact(lambda q, k, v, mask, scale, options: _flexed(mask, scale, options, q, k, v))
 
 
 @lru_cache(maxsize=64)
@@ -154,7 +157,7 @@ def _flex(
 ) -> Tensor:  # fmt: skip
     del cu_seqlens, lengths
     mask = _blocks(q.shape[1], k.shape[1], window or 0, q.device) if causal else None
-    return _flexed(mask, scale, options, q, k, v)  # type: ignore[no-any-return]
+    return _flexed_as_given(q, k, v, mask, scale, options)  # type: ignore[no-any-return]
 
 
 def flex(

@@ -31,20 +31,20 @@ from bakeoff.select.declare.variants import label
 
 __all__ = ["traced_call"]
 
-_UNKNOWN_ROWS = 4096  # stands for the number of rows while tracing, where lengths must stay symbolic
+_UNKNOWN_ROWS = 4096  # stands for the number of rows while tracing where a length must stay symbolic
 
 
 class _Implementations:
     """What runs inside compiled graphs: an attribute for each op, candidate and variant. torch.compile reads
-    an
-    attribute when it meets it; of a dict it holds for a whole trace what was in it at first."""
+    an attribute when it meets it; of a dict it holds for a whole trace what was in it at first."""
 
 
 _implementations = _Implementations()
 
 
 def traced_call(op: Op, args: Sequence[Any], impl: str | None) -> Any:
-    """Run the candidate selected for a call that is being traced; the numbers of rows stay open."""
+    """Run the candidate selected for a call that is being traced; the numbers of rows stay open. Whether a
+    candidate asked for by name can take the call is looked at with those numbers that the trace fixes."""
     from torch._dynamo.comptime import comptime  # here, because it imports all of torch._dynamo
 
     known: list[Any] = []
@@ -82,6 +82,8 @@ def traced_call(op: Op, args: Sequence[Any], impl: str | None) -> Any:
 
 _shapes: dict[str, tuple[int | None, ...]] = {}
 """The shapes of the tensors of the call being traced, by argument, as they are in this trace."""
+_fixed: dict[str, tuple[int, ...]] = {}
+"""Those of them in which no size is a symbol: the compiled graph is for these alone, so no guard is added."""
 _numbers: dict[str, float] = {}
 """Likewise the values of its float arguments."""
 _FAULTS: dict[str, type[Exception]] = {
@@ -93,7 +95,11 @@ def _note_shape(context: Any) -> None:
     """While tracing: notes the shape of `arg`, without a guard on it; None for a size that is data."""
     shape = context.get_local("arg").as_fake().shape
     known = [size if isinstance(size, int) else size.node.hint for size in shape]
-    _shapes[context.get_local("name").as_python_constant()] = tuple(known)
+    name = context.get_local("name").as_python_constant()
+    _shapes[name] = tuple(known)
+    _fixed.pop(name, None)
+    if all(isinstance(size, int) for size in shape):
+        _fixed[name] = tuple(shape)
 
 
 def _note_number(context: Any) -> None:
@@ -124,7 +130,7 @@ def _constant_fault(op_name: str, known: tuple[Any, ...]) -> tuple[str, str] | N
     _shapes.clear()
     for name, value in zip(op.params, known, strict=True):
         values[name] = value
-        if isinstance(value, tuple) and len(value) == 5:
+        if _is_tensor(value):
             _, _, dtype, device, requires_grad = value
             devices.setdefault(device, name)
             shape = shapes.get(name, (None,))
@@ -147,13 +153,18 @@ def _constant_choice(
     op = registry[op_name]
     values: dict[str, Any] = {}
     device = "cpu"
+    fixed = {**_fixed}
+    _fixed.clear()
+    exact = impl is not None and all(
+        name in fixed for name, value in zip(op.params, known, strict=True) if _is_tensor(value)
+    )
     # One size for every row dimension, so that arguments fit each other whatever their dimensions mean.
     most = max([rows for _, rows, *_ in (value for value in known if isinstance(value, tuple))], default=1)
     size = round(_UNKNOWN_ROWS ** (1 / max(most, 1)))
     for name, value in zip(op.params, known, strict=True):
-        if isinstance(value, tuple) and len(value) == 5:
+        if _is_tensor(value):
             features, rows, dtype, device, requires_grad = value
-            shape = (*([size] * rows), *features)
+            shape = fixed[name] if exact else (*([size] * rows), *features)
             values[name] = TensorMeta.dense(shape, dtype, grad=requires_grad and grad)
         else:
             values[name] = op.scalar(name, value)
@@ -175,6 +186,11 @@ def _constant_choice(
     chosen = re.sub(r"\W", lambda match: f"_{ord(match[0])}_", words)
     setattr(_implementations, chosen, choice.call)
     return chosen, "", ""
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether an argument's description is that of a tensor."""
+    return isinstance(value, tuple) and len(value) == 5
 
 
 def _fault(kind: type[Exception], error: Exception) -> tuple[str, str]:

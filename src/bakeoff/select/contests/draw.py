@@ -39,7 +39,7 @@ def inputs(op: Op, case: Case, seed: int, kind: str = "normal") -> list[Any]:
         if drawn is None:
             drawn = _normal(value, generator, case.device)
             if kind == "adversarial":
-                _disturb(drawn)
+                _disturb(drawn, mild=op.averages)
             elif kind == "unusual":
                 _make_unusual(drawn, huge=huge)
                 huge = False
@@ -116,16 +116,19 @@ def _normal(meta: TensorMeta, generator: torch.Generator, device: str) -> torch.
     return torch.randn(meta.shape, generator=generator, dtype=meta.dtype, device=device)
 
 
-def _disturb(tensor: torch.Tensor) -> None:
-    """Give rows i, i+8, i+16, ... the i-th trouble, in place; a tensor of one row gets a large mean."""
+def _disturb(tensor: torch.Tensor, *, mild: bool = False) -> None:
+    """Give rows i, i+8, i+16, ... the i-th trouble, in place; a tensor of one row gets a large mean. Products
+    of two rows are scores of some hundreds where it is `mild`: past that float32 rounds the weights that a
+    softmax gives by percents."""
+    mean, factor, hot = (2, 8, 16) if mild else (30, 1000, 3000)
     if tensor.numel() == 0:
         return
     rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
-    rows[0::8] += 30
-    rows[1::8] *= 1000
+    rows[0::8] += mean
+    rows[1::8] *= factor
     rows[2::8] *= 1e-4
     rows[3::8] = 0
-    rows[4::8, rows.shape[-1] // 2] += 3000
+    rows[4::8, rows.shape[-1] // 2] += hot
 
 
 def _make_unusual(tensor: torch.Tensor, *, huge: bool) -> None:

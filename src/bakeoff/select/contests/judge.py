@@ -59,6 +59,8 @@ class Standard:
     """How many output elements stand behind one element of a result: the length of the sums in gradients."""
     denormal: dict[str, torch.Tensor]
     """Of an output which rows hold nothing but denormal numbers, in eager and in the reference."""
+    whole: bool = False
+    """Whether a row is measured against the whole tensor where it is smaller (`Op.averages`)."""
     further: Callable[[int], dict[str, Errors]]
     """Eager's errors on the i-th further draw of this kind."""
     looked: int = 0
@@ -109,7 +111,7 @@ def judge(name: str, tensor: torch.Tensor, standard: Standard) -> Errors:
             raise Rejected(
                 f"{name}: flushes denormal numbers to zero in row {int(flushed.nonzero()[0])} ({where})"
             )
-    errors = errors_of(tensor, exact)
+    errors = errors_of(tensor, exact, whole=standard.whole)
     for norm in ("max", "rms", "gain"):
         mine = getattr(errors, norm)
         while not mine <= standard.allowed(name, norm):
@@ -123,27 +125,39 @@ def judge(name: str, tensor: torch.Tensor, standard: Standard) -> Errors:
     return errors
 
 
-def errors_of(got: torch.Tensor, exact: torch.Tensor) -> Errors:
-    """Distances over the finite elements of `exact`."""
+def errors_of(got: torch.Tensor, exact: torch.Tensor, *, whole: bool = False) -> Errors:
+    """Distances over the finite elements of `exact`; those within a row are relative to its largest element,
+    or with `whole` to the root mean square of the tensor where that is larger."""
     if exact.numel() == 0:
         return Errors(0.0, 0.0, 0.0)
     got, exact = _rows(got), _rows(exact)
     # All is divided by the peak, so that squares stay finite.
     peak = exact.abs().nan_to_num(0.0, 0.0, 0.0).max().item() or 1.0
     step = max(1, _PIECE // max(exact.shape[1], 1))
+    least = max(1e-6, _rms(exact, peak)) if whole else 1e-6
     worst, square, norm, along = 0.0, 0.0, 0.0, 0.0
     for start in range(0, exact.shape[0], step):
         want = exact[start : start + step]
         known = torch.isfinite(want)
         off = ((got[start : start + step].to(want.dtype) - want) / peak).masked_fill(~known, 0)
         want = (want / peak).masked_fill(~known, 0)
-        scale = want.abs().amax(1).clamp(min=1e-6)
+        scale = want.abs().amax(1).clamp(min=least)
         worst = max(worst, (off.abs().amax(1) / scale).max().item())
         square += off.abs().square().sum().item()
         norm += want.abs().square().sum().item()
         along += (off * want.conj()).sum().real.item()
     norm = norm or 1.0
     return Errors(worst, (square / norm) ** 0.5, abs(along) / norm)
+
+
+def _rms(exact: torch.Tensor, peak: float) -> float:
+    """The root mean square of the finite elements, in units of `peak`."""
+    finite = torch.isfinite(exact)
+    squares = sum(
+        (piece.abs() / peak).nan_to_num(0.0, 0.0, 0.0).square().sum().item()
+        for piece in exact.reshape(-1).split(_PIECE)
+    )
+    return float(squares / max(1, int(finite.sum()))) ** 0.5
 
 
 def denormal_rows(tensor: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

@@ -119,7 +119,7 @@ def _yardstick(
     for name, tensor in got.items():
         near = (exact[name] * _MARGIN).to(tensor.dtype)
         exact[name] = exact[name].masked_fill(~(torch.isfinite(tensor) & torch.isfinite(near)), math.nan)
-    eager = {name: errors_of(got[name], exact[name]) for name in got}
+    eager = {name: errors_of(got[name], exact[name], whole=op.averages) for name in got}
     if any(t.dtype == torch.float64 for t in tensors_in(args)):
         eager = _float64_errors(op, args, cotangents, names, exact, eager)
     most = max((dy.numel() for dy in cotangents), default=0)
@@ -138,6 +138,7 @@ def _yardstick(
             # Kernels of CUDA's libraries flush numbers below 1e-38; in float16 they begin at 6e-5.
             and (not tensor.is_cuda or tensor.dtype == torch.float16)
         },
+        whole=op.averages,
         further=partial(_further, op, case, seed, kinds, given_args),
         case=case,
         args=args,
@@ -174,7 +175,8 @@ def _float64_errors(
     dys = [dy.to(out.dtype) for dy, out in zip(cotangents, outputs, strict=True)]
     got = results(outputs, narrow, dys, names) | (copies.new_values() if copies else {})
     for name, tensor in got.items():
-        errors = errors_of(tensor, exact[name].masked_fill(~torch.isfinite(tensor), math.nan))
+        known = exact[name].masked_fill(~torch.isfinite(tensor), math.nan)
+        errors = errors_of(tensor, known, whole=op.averages)
         eager[name] = eager[name].larger(Errors(*(ratio * e for e in msgspec.structs.astuple(errors))))
     return eager
 

@@ -48,6 +48,11 @@ class Op:
     """The same for values that depend on the rest of the case, as classes do on how many there are."""
     settings: frozenset[str] = frozenset()
     """Numbers that no choice depends on, such as a learning rate that changes at every step."""
+    averages: bool = False
+    """Whether its results are averages of many rows of its arguments, as those of attention are. A row of
+    such a result may cancel to nothing while its rounding errors are as large as those of other rows: they
+    are measured against the whole tensor where the row is smaller. Inputs chosen to break kernels stay where
+    a softmax of their products means something."""
     mutates: tuple[str, ...] = ()
     """The arguments that an in-place op writes. Its reference writes nothing: it returns what each of them
     holds after the call (None for one that is None), in this order, and then what the op returns."""

@@ -35,8 +35,8 @@ __all__ = ["bench", "compare"]
     "--filter",
     "text",
     default="",
-    help="Only cases whose name or shapes (in --suite decode, recall and text: models whose name; in swap: "
-    "modes) contain this text, or one of several: 'A|B'.",
+    help="Only cases whose name or shapes (in --suite decode, recall and text: models whose name; in step: "
+    "model and mode; in swap: modes) contain this text, or one of several: 'A|B'.",
 )
 @options.budget(
     "Seconds measured per contest; verification comes on top. [default: 2; in --suite step 60, for all "
@@ -77,7 +77,7 @@ def bench(**values: Any) -> None:
       bakeoff bench
       bakeoff bench rms_norm --filter 8192x4096 --budget 5
       bakeoff bench --suite selection --out results/h200/selection.json
-      bakeoff bench --suite step --resume
+      bakeoff bench --suite step --filter 'base reduce|base captured'
       bakeoff bench --suite decode --filter LLMMed
       bakeoff bench --suite launch rotary
       bakeoff bench --suite recall --filter lmm
