@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bakeoff import hardware
 from bakeoff.errors import Unsupported
 from bakeoff.ops import attention
 from bakeoff.ops.attention import OP, plain, pytorch
@@ -313,6 +314,20 @@ def test_a_cache_lies_in_its_bucket_as_it_does_in_memory() -> None:
     found = OP.bucket(OP.case((q, k, v, True, None, None, None, torch.ones(2, dtype=torch.int64)))).k
     assert found.shape == (2, 112, 4, 48)
     assert found.stride == (4 * 112 * 48, 48, 112 * 48, 1)
+
+
+@pytest.mark.parametrize("regime", ["eager", "graph", "compiled"])
+def test_the_guess(regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "capability", lambda device: (9, 0))
+    guess = lambda case: OP.heuristic(case, regime)  # noqa: E731
+    assert guess(case(1, 1024, grad=False, lengths=LENGTHS)) == "decode"
+    assert guess(case(1, 1024, grad=False)) == "decode"
+    assert guess(case(1, 1024, grad=True, lengths=LENGTHS)) == "eager"
+    assert guess(case(40, 1024, grad=False)) == "flash"
+    assert guess(case(1024, 1024, window=100)) == "flash"
+    assert guess(case(1024, 1024, window=100, dtype=torch.float32)) == "eager"
+    assert guess(case(1024, 1024)) == guess(case(1024, 1024, grad=False)) == "eager"
+    assert guess(Case(case(1, 9, grad=False).args, "cpu")) == "eager"
 
 
 def test_pairs_are_those_that_are_seen() -> None:

@@ -345,6 +345,7 @@ def test_the_grid_is_one_of_different_keys_that_eager_computes() -> None:
     assert "params=fp32[12 tensors of 2304x768]" in keys[0]
     for case in OP.cases():
         assert OP.bucket(OP.bucket(case)) == OP.bucket(case)
+        assert OP.heuristic(case, "graph") == ("eager" if case.sums is not None else "triton")
         drawn = inputs(OP, cut(OP, case, 16, "cpu"), 0)
         args = [[t.double() for t in a] if isinstance(a, list) else a for a in drawn]
         exact = OP.reference(*args)

@@ -250,11 +250,9 @@ def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> torch.Tenso
 
 
 def heuristic(case: Case, regime: str) -> str:
-    """Triton on a GPU; plain PyTorch on the CPU, and where Inductor can fuse it with its neighbours. With
-    weights plain PyTorch until those kernels have run on a GPU: contests verify what they choose, guesses
-    don't."""
+    """Triton on a GPU; plain PyTorch on the CPU, and where Inductor can fuse it with its neighbours."""
     fused = case.device.startswith("cuda") and regime != "compiled" and _triton_cannot(case) is None
-    return "triton" if fused and case.q_weight is None else "eager"
+    return "triton" if fused else "eager"
 
 
 def _tables_want_grad(case: Case) -> bool:
