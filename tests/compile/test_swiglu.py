@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from aot import TARGETS, Built, build
+from bakeoff.kernels.triton import TritonKernel
 from bakeoff.ops.swiglu import kernels
 from bakeoff.ops.swiglu.op import OP
 from bakeoff.select import Case, TensorMeta
@@ -53,6 +54,12 @@ def test_no_spills_and_wide_accesses(name: str, way: str, target: str) -> None:
     read, written = {"forward": (2, 1), "backward": (3, 2)}[way]
     assert found.loads == {128: read}
     assert found.stores == {128: written}
+
+
+def test_a_profile_says_which_op_a_kernel_is_of() -> None:
+    TritonKernel(kernels._forward)
+    found = built(CASES["8192x4096 bf16 halves"], "forward", "sm_90", num_warps=1)  # as no other test has it
+    assert ".entry swiglu_forward(" in found.assembly
 
 
 @pytest.mark.parametrize("without", ["dgate", "dup"])

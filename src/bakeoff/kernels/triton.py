@@ -20,7 +20,7 @@ from triton import knobs
 
 from bakeoff.kernels import counter
 
-__all__ = ["Compiled", "TritonKernel"]
+__all__ = ["Compiled", "TritonKernel", "name_in_profiles"]
 
 
 class Compiled(NamedTuple):
@@ -81,6 +81,18 @@ def _written(values: Sequence[Any], prefix: str, scope: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
+def name_in_profiles(function: Callable[..., Any]) -> str:
+    """What a profiler calls a kernel: `_forward` of bakeoff.ops.rms_norm.kernels is rms_norm_forward.
+
+    >>> from bakeoff.ops.rms_norm import kernels
+    >>> name_in_profiles(kernels._forward.fn)
+    'rms_norm_forward'
+    """
+    own = function.__name__.strip("_")
+    folders = [part for part in function.__module__.split(".") if part not in ("bakeoff", "ops", "kernels")]
+    return "_".join([*(part for part in folders if part != own), own])
+
+
 class TritonKernel:
     """Launches one ``@triton.jit`` function.
 
@@ -91,6 +103,8 @@ class TritonKernel:
 
     def __init__(self, function: Any) -> None:
         self.function = function
+        if getattr(function, "_repr", self) is None:  # else it has a name of its own, or Triton has none
+            function._repr = lambda specialization: name_in_profiles(function.fn)
         kinds = {name: p.annotation for name, p in inspect.signature(function.fn).parameters.items()}
         self.runtime = tuple(name for name, kind in kinds.items() if kind is not tl.constexpr)
         """The names of the arguments that a launch passes, in order."""
