@@ -7,9 +7,11 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from bakeoff.ops.attention import attention
 from bakeoff.ops.rotary import rotary
+from bakeoff.ops.rotary_append import rotary_append_
 
 __all__ = ["KeyValues", "QKNorm", "attend", "attend_one"]
 
@@ -76,6 +78,19 @@ class KeyValues:
         self.layers[layer] = held
         return held[0][:, :, :end], held[1][:, :, :end]
 
+    def append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """One position, q [B, 1, H, E] and k, v [B, 1, K, E], rotated and stored in one pass: q' and all
+        places of keys and values [B, K, capacity, E]. None before this is settled, where gradients are
+        recorded, and for torch.compile, which traces nothing that writes in place.
+        """
+        held = self.layers[layer]
+        recorded = torch.is_grad_enabled() and q.requires_grad
+        if self.at is None or held is None or recorded or is_compiling():
+            return None
+        return rotary_append_(q, k, v, *held, cos, sin, self.at), *held
+
 
 class QKNorm(nn.Module):
     """The weights [E] by which heads of queries and of keys are scaled once they are normalised; they start
@@ -94,14 +109,17 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Causal attention [B, T, H E] of q [B, T, H, E] to k, v [B, T, K, E] and to what `cache` holds of this
     layer; cos, sin [T, E/2] of these positions. With a `norm`, heads of q and k are normalised first."""
+    lengths = None if cache is None else cache.lengths
+    appended = None if cache is None or norm is not None else cache.append(layer, q, k, v, cos, sin)
+    if appended is not None:
+        q, k, v = appended[0], *(x.transpose(1, 2) for x in appended[1:])
+        return attention(q, k, v, causal=True, lengths=lengths).flatten(2)
     if norm is None:
         q, k = rotary(q, k, cos, sin)
     else:
         q, k = rotary(q, k, cos, sin, q_weight=norm.q, k_weight=norm.k, eps=norm.eps)
-    lengths = None
     if cache is not None:
         k, v = (x.transpose(1, 2) for x in cache.extend(layer, k.transpose(1, 2), v.transpose(1, 2)))
-        lengths = cache.lengths
     return attention(q, k, v, causal=True, lengths=lengths).flatten(2)
 
 

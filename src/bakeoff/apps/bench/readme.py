@@ -202,7 +202,47 @@ def _steps(file: File, name: str, newest: bool) -> str:
         lines.append([_size(row), mode, *times, *counts, *last])
     command = "bakeoff bench --suite step"
     start = f"Whole training steps on {stamp(file.env)} (`{command}` wrote [{name}](../{name})):"
-    return f"{start}\n\n{markdown_table(headings, lines)}"
+    parts = [start, markdown_table(headings, lines)]
+    if any(row.get("device_us") for row in file.rows):
+        parts += ["Where the device's time goes in those that were profiled, in us a step:", _profiles(file)]
+    return "\n\n".join(parts)
+
+
+_KINDS = {
+    "matrix products": ("nvjet", "gemm", "cublas", "cutlass"),
+    "attention": ("cudnn", "flash", "fmha"),
+    "norms": ("norm",),
+    "gated MLP": ("silu", "swiglu"),
+    "rotation": ("rotary", "rotate", "slice_stack", "slice_split_with_sizes"),
+    "optimizer": ("adamw", "multi_tensor_apply", "global_norm", "FusedAdam"),
+    "loss and embedding": (
+        "softmax",
+        "nll_loss",
+        "embedding",
+        "gather",
+        "radix_sort",
+        "segment",
+        "grad_weight",
+    ),
+    "copies, casts and fills": ("cat", "Cat", "copy", "memset", "Memset", "Memcpy", "Fill"),
+}
+"""What kernels are for, by words in their names; of several that fit the first counts."""
+
+
+def _profiles(file: File) -> str:
+    kinds = [*_KINDS, "everything else"]
+    lines = []
+    for row in file.rows:
+        spent = dict.fromkeys(kinds, 0.0)
+        for kernel, us in row.get("device_us", {}).items():
+            kind = next(
+                (kind for kind, words in _KINDS.items() if any(w in kernel for w in words)), kinds[-1]
+            )
+            spent[kind] += us
+        if row.get("device_us"):
+            figures = [f"{us:,.0f}" for us in (*spent.values(), sum(spent.values()))]
+            lines.append([_size(row), row["mode"], *figures])
+    return markdown_table(("step", "mode", *kinds, "together"), lines)
 
 
 def _decode(file: File, name: str, newest: bool) -> str:

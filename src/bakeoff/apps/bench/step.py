@@ -302,7 +302,7 @@ def _device_us(step: Callable[[], object], device: torch.device) -> dict[str, fl
         return {}
     spent: dict[str, float] = {}
     for event in _profiled(step, device):
-        if str(event.device_type).endswith("CUDA"):
+        if str(event.device_type).endswith("CUDA") and not event.name.startswith("Optimizer."):  # a caption
             name = event.name[:_NAME]
             spent[name] = spent.get(name, 0.0) + event.device_time
     ranked = sorted(spent.items(), key=lambda item: -item[1])
