@@ -90,10 +90,16 @@ def _affine(weight, bias, D: tl.constexpr, BLOCK: tl.constexpr):
     scale = ()
     shift = ()
     if weight is not None:
-        scale = read(weight, tl.zeros([1, 1], tl.int32), every(1), D, BLOCK, "")
+        scale = _vector(weight, D, BLOCK)
     if bias is not None:
-        shift = read(bias, tl.zeros([1, 1], tl.int32), every(1), D, BLOCK, "")
+        shift = _vector(bias, D, BLOCK)
     return scale, shift
+
+
+@triton.jit
+def _vector(vector, D: tl.constexpr, BLOCK: tl.constexpr):
+    # A weight or a bias as pieces.
+    return read(vector, tl.zeros([1, 1], tl.int32), every(1), D, BLOCK, "")
 
 
 @triton.jit
@@ -105,7 +111,7 @@ def _moments(
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for i in tl.static_range(PIECES):
         total += values[i].to(tl.float32)
-    mean = tl.sum(total, axis=1, keep_dims=True) * (1.0 / D)
+    mean = _mean(tl.sum(total, axis=1, keep_dims=True), D)
     squares = tl.zeros([ROWS, BLOCK], tl.float32)
     rests = tl.zeros([ROWS, BLOCK], tl.float32)
     for i in tl.static_range(PIECES):
@@ -115,13 +121,22 @@ def _moments(
         if EXACT:
             rests += centred
     if EXACT:
-        rest, square = tl.split(tl.sum(tl.join(rests, squares), axis=1) * (1.0 / D))
+        rest, square = tl.split(_mean(tl.sum(tl.join(rests, squares), axis=1), D))
         rest, square = rest[:, None], square[:, None]
     else:
-        square = tl.sum(squares, axis=1, keep_dims=True) * (1.0 / D)
+        square = _mean(tl.sum(squares, axis=1, keep_dims=True), D)
         rest = tl.zeros([ROWS, 1], tl.float32)
     scaling = tl.rsqrt(tl.maximum(square - rest * rest, 0.0) + eps)
     return mean, scaling, rest * scaling
+
+
+@triton.jit
+def _mean(total, D: tl.constexpr):
+    # total / D, rounded once: the mean of equal numbers is that number. total * (1 / D) is up to a unit off,
+    # and as part of a difference would be fused into it, which then is none from the mean that is stored.
+    if (D & (D - 1)) == 0:
+        return total * (1.0 / D)  # as exact, and fusing it changes nothing
+    return tl.div_rn(total, tl.full(total.shape, D, tl.float32))
 
 
 @triton.jit(do_not_specialize=["x_units", "residual_units", "eps"])
@@ -145,7 +160,7 @@ def _forward_long(
         if residual is not None:
             tl.store(s + cols, value.to(s.dtype.element_ty), mask=cols < D)
         total += value
-    mean = tl.sum(total, axis=0) * (1.0 / D)
+    mean = _mean(tl.sum(total, axis=0), D)
     squares = tl.zeros([BLOCK], tl.float32)
     rests = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, D, BLOCK):
@@ -154,8 +169,8 @@ def _forward_long(
         squares += centred * centred
         if EXACT:
             rests += centred
-    rest = tl.sum(rests, axis=0) * (1.0 / D)
-    scaling = tl.rsqrt(tl.maximum(tl.sum(squares, axis=0) * (1.0 / D) - rest * rest, 0.0) + eps)
+    rest = _mean(tl.sum(rests, axis=0), D)
+    scaling = tl.rsqrt(tl.maximum(_mean(tl.sum(squares, axis=0), D) - rest * rest, 0.0) + eps)
     rest *= scaling
     if stats is not None:
         tl.store(stats + row * 3, mean)
@@ -198,7 +213,7 @@ def _backward(
     PIECES: tl.constexpr = (D + BLOCK - 1) // BLOCK
     held = ()
     if weight is not None and HOLD:
-        held, _ = _affine(weight, None, D, BLOCK)
+        held = _vector(weight, D, BLOCK)
     dw = ()
     db = ()
     for _ in tl.static_range(PIECES):
@@ -216,7 +231,7 @@ def _backward(
         rest = tl.load(stats + rows * 3 + 2, mask=live, other=0.0)
         scale = held
         if weight is not None and not HOLD:
-            scale, _ = _affine(weight, None, D, BLOCK)
+            scale = _vector(weight, D, BLOCK)
         dw = _with_products(dw, grads, values, mean, scaling, rest)
         db = _with(db, grads)
         if dx is not None:
@@ -258,7 +273,7 @@ def _means(
         g = _scaled(grads, scale, i)
         gs += g
         dots += g * ((values[i].to(tl.float32) - mean) * scaling - rest)
-    mean_g, mean_gn = tl.split(tl.sum(tl.join(gs, dots), axis=1) * (1.0 / D))
+    mean_g, mean_gn = tl.split(_mean(tl.sum(tl.join(gs, dots), axis=1), D))
     return mean_g[:, None], mean_gn[:, None]
 
 
@@ -311,8 +326,8 @@ def _row_means(
         value = tl.load(s + cols, mask=inside, other=0.0).to(tl.float32)
         gs += g
         dots += g * ((value - mean) * scaling - rest)
-    tl.store(means + 2 * row, tl.sum(gs, axis=0) * (1.0 / D))
-    tl.store(means + 2 * row + 1, tl.sum(dots, axis=0) * (1.0 / D))
+    tl.store(means + 2 * row, _mean(tl.sum(gs, axis=0), D))
+    tl.store(means + 2 * row + 1, _mean(tl.sum(dots, axis=0), D))
 
 
 @triton.jit(do_not_specialize=["N", "dy_units", "ds_units", "s_units"])
