@@ -135,6 +135,17 @@ def test_a_large_mean_costs_no_digits() -> None:
     assert ((candidate(x, None, None, 1e-5, None).double() - want).norm() / want.norm()).item() < 1e-6
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("features", [384, 1000, 7168, 20000])
+def test_equal_numbers_have_their_own_mean(features: int, dtype: torch.dtype) -> None:
+    """No 1 / sqrt(eps) may stand before what a mean is rounded by."""
+    x = torch.randn(9, 1, device="cuda").to(torch.bfloat16).to(dtype).expand(9, features).requires_grad_()
+    y = candidate(x, None, None, 1e-5, None)
+    assert not y.any()
+    (dx,) = torch.autograd.grad(y, x, torch.full_like(y, 0.37109375))
+    assert not dx.any()
+
+
 def test_graph_capture() -> None:
     x, weight, bias, residual, dy = tensors(257, 1024)
     leaves = (x, weight, bias, residual)
@@ -227,6 +238,7 @@ def test_deterministic_mode() -> None:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], again, strict=True))
 
 
+@pytest.mark.usefixtures("much_memory")
 def test_more_than_2_to_the_31_elements() -> None:
     rows, features = (1 << 31) // 4096 + 5, 4096
     x = torch.empty(rows, features, device="cuda", dtype=torch.bfloat16).normal_().requires_grad_()

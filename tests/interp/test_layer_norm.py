@@ -50,6 +50,19 @@ class Cut(NamedTuple):
         return candidate.bind(variants.text({"forward": forward, "backward": backward}))
 
 
+@pytest.mark.parametrize(
+    "cut", [Cut(32), Cut(16, rows=2, programs=2), Cut(16, passes=3)], ids=lambda cut: f"passes {cut.passes}"
+)
+@pytest.mark.parametrize("features", [24, 49])
+def test_equal_numbers_have_their_own_mean(features: int, cut: Cut) -> None:
+    """No 1 / sqrt(eps) may stand before what a mean is rounded by."""
+    x = torch.tensor([[0.37109375], [-1.6171875], [3.0]]).expand(3, features).requires_grad_()
+    y = cut.bind()(x, None, None, 1e-5, None)
+    assert not y.any()
+    (dx,) = torch.autograd.grad(y, x, torch.full_like(y, 0.62109375))
+    assert not dx.any()
+
+
 @pytest.fixture
 def tiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Cut every call by one tiling."""

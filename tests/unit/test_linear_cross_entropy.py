@@ -12,7 +12,7 @@ from bakeoff.ops import linear_cross_entropy
 from bakeoff.ops.linear_cross_entropy import chunked as chunked_module
 from bakeoff.ops.linear_cross_entropy import chunks
 from bakeoff.ops.linear_cross_entropy.chunked import chunked, default, tilings
-from bakeoff.ops.linear_cross_entropy.chunks import default_rows, sums_are_wide
+from bakeoff.ops.linear_cross_entropy.chunks import default_rows, even_share, sums_are_wide
 from bakeoff.ops.linear_cross_entropy.op import OP
 from bakeoff.ops.linear_cross_entropy.plain import eager
 from bakeoff.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
@@ -349,6 +349,35 @@ def test_the_plan_of_the_largest_case() -> None:
     assert default_rows(7, 10, 2, 1 << 28) == 7
     assert default_rows(100, 1 << 40, 2, 1 << 28) == 1
     assert default(0, 5, 3, torch.float32).rows >= 1
+
+
+def test_label_smoothing_in_16_bits_makes_no_gradient_smaller() -> None:
+    """Where the best class is sure, 0.9 at every target would be rounded by one and the same 570th."""
+    torch.manual_seed(0)
+    weight = torch.randn(1024, 256).bfloat16().requires_grad_()
+    best, target = torch.randint(1024, (2, 512))
+    x = weight.detach()[best].requires_grad_()
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    (mine,) = torch.autograd.grad(
+        linear_cross_entropy(x, weight, target, label_smoothing=0.1, impl="chunked"), x
+    )
+    (exact,) = torch.autograd.grad(reference(*wide, target, label_smoothing=0.1), wide[0])
+    gain = ((mine.double() - exact) * exact).sum() / exact.square().sum()
+    assert gain.abs() < 4e-4
+
+
+@pytest.mark.parametrize("smoothing", [0.01, 0.05, 0.1, 0.2, 0.3, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_share_rounds_neither_class(dtype: torch.dtype, smoothing: float) -> None:
+    share = even_share(smoothing, dtype)
+    assert 0.5 <= share <= 1
+    exact = share * torch.tensor([1.0, 1.0 - smoothing], dtype=torch.float64)
+    assert ((exact.to(dtype).double() - exact) / exact).abs().max() < torch.finfo(dtype).eps / 50
+
+
+def test_nothing_is_shared_where_nothing_is_rounded_alike() -> None:
+    assert even_share(0.0, torch.bfloat16) == even_share(1.0, torch.bfloat16) == 1.0
+    assert even_share(0.1, torch.float32) == 1.0
 
 
 def test_tilings_begin_with_the_default() -> None:

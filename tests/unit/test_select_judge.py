@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from bakeoff.ops.muon.op import OP as MUON
+from bakeoff.ops.muon.op import muon_case
 from bakeoff.ops.norm_linear.op import OP, _case
 from bakeoff.select import Case
+from bakeoff.select.contests.draw import nudged
 from bakeoff.select.contests.judge import FURTHER, Inaccurate, judge
 from bakeoff.select.contests.yardstick import Yardstick, _yardstick
 
@@ -54,3 +57,21 @@ def test_further_draws_are_the_draw_with_other_last_bits() -> None:
         a, b = (stick.args[OP.params.index(name)].detach().double() for stick in (one, other))
         assert not torch.equal(a, b)
         assert bool(((a - b).abs() <= 2.5 * torch.finfo(torch.bfloat16).eps * a.abs() * 1.01).all())
+
+
+def test_a_coarsely_nudged_draw_rounds_otherwise_in_16_bits() -> None:
+    x, generator = torch.randn(1000), torch.Generator().manual_seed(0)
+    fine, coarse = (nudged(x, generator, coarsely=coarsely) for coarsely in (False, True))
+    assert (fine.bfloat16() != x.bfloat16()).float().mean() < 0.01
+    assert (coarse.bfloat16() != x.bfloat16()).float().mean() > 0.7
+    assert ((coarse - x).abs() <= 2.01 * torch.finfo(torch.bfloat16).eps * x.abs()).all()
+
+
+def test_muon_s_further_draws_are_rounded_otherwise() -> None:
+    """Its iterations are in bfloat16 on CUDA: the last bits of float32 would change nothing."""
+    assert MUON.rounded <= set(MUON.params)
+    case = muon_case(2, 8, 12, "cpu")
+    one, other = (_yardstick(MUON, case, 2, ("normal", "normal"), "", nudge=n) for n in (0, 1))
+    for name in ("params", "grads", "momentum"):
+        a, b = (torch.stack(list(stick.args[MUON.params.index(name)])).bfloat16() for stick in (one, other))
+        assert torch.equal(a, b) == (name == "params")

@@ -6,7 +6,9 @@ will arrive is one factor of everything: 6 N D V FLOPs in all. With reduction="n
 row, which must be known before rows are added up: the backward makes the logits again, 8 N D V.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from bakeoff.kernels.op import KernelOp, kernel_op
 from bakeoff.kernels.plan import Plan
 from bakeoff.kernels.variants import Tiling, Tilings
 
-__all__ = ["Chunked", "Method", "Terms", "chunked_op", "default_rows", "sums_are_wide"]
+__all__ = ["Chunked", "Method", "Terms", "chunked_op", "default_rows", "even_share", "sums_are_wide"]
 
 MOST_SUMS = 8
 """Chunks whose parts of the weight's gradient are added up in 16 bits, one rounding each."""
@@ -63,6 +65,26 @@ def sums_are_wide(N: int, V: int, D: int, rows: int, dtype: torch.dtype) -> bool
     once, and float32 costs V D 4 bytes more."""
     chunks = -(-N // max(rows, 1))
     return dtype.itemsize < 4 and (chunks > MOST_SUMS or 4 * V * D <= _CHEAP) and chunks > 1
+
+
+@lru_cache(maxsize=64)
+def even_share(smoothing: float, dtype: torch.dtype) -> float:
+    """What gradients of logits are multiplied by until all are added up, at most 1.
+
+    Of a row whose best class is nearly sure they are 1 there and smoothing - 1 at the target. 16 bits would
+    round 1 - smoothing alike in all rows, 0.9 in bfloat16 by a 570th, and make whole gradients smaller. So
+    both are multiplied by a number of 8 binary digits: that of which the product is rounded by least.
+    """
+    rest = 1.0 - smoothing
+    if dtype.itemsize >= 4 or not 0.0 < rest < 1.0:
+        return 1.0
+    digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+
+    def rounded_by(share: float) -> float:
+        mantissa = math.ldexp(math.frexp(share * rest)[0], digits)
+        return abs(round(mantissa) - mantissa) / mantissa
+
+    return min((n / 256 for n in range(256, 127, -1)), key=rounded_by)
 
 
 def results(
@@ -249,11 +271,12 @@ def _forward(
     target = target.reshape(-1)
     N = target.numel()
     count = (target != terms.ignore_index).sum().clamp_(min=1).to(loss.dtype)
-    one = torch.ones_like(count)
+    share = even_share(terms.label_smoothing, x.dtype)
     if factor is not None:
-        factor.copy_(one / count if reduction == "mean" else one)
+        factor.copy_(1 / (share * count) if reduction == "mean" else torch.full_like(count, 1 / share))
+    scale = torch.full_like(count, share).expand(N)
     losses = loss.view(-1) if reduction == "none" else loss.new_empty(N)
-    _run(method, tiling, terms, x, weight, target, bias, losses, one.expand(N), of_x, of_weight, of_bias)
+    _run(method, tiling, terms, x, weight, target, bias, losses, scale, of_x, of_weight, of_bias)
     if reduction == "sum":
         torch.sum(losses, 0, out=loss)
     elif reduction == "mean":
@@ -323,7 +346,7 @@ def _run(
             torch.addmm(bias, rows, weight.t(), out=logits)
         method.rows(logits, target[here], losses[here], scale[here], terms, gradients, tiling)
         if dx is not None:
-            torch.mm(logits, weight, out=dx.view(N, D)[here])
+            _product(logits, weight, dx.view(N, D)[here], losses.dtype)
         if total is not None:
             _add_product(total, logits.t(), rows, first=start == 0)
         if dbias is not None:
@@ -349,6 +372,15 @@ def _multiplicable(weight: Tensor) -> Tensor:
     V, D = weight.shape
     row, column = weight.stride()
     return weight if (column == 1 and row >= D) or (row == 1 and column >= V) else weight.contiguous()
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, wide: torch.dtype) -> None:
+    """out = a b, rounded once: of long sums cuBLAS rounds parts to the dtype of the product, and the gradient
+    of a row whose best class is its target is a small difference of such parts."""
+    if out.dtype == wide or not out.is_cuda:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(torch.mm(a, b, out_dtype=wide))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:

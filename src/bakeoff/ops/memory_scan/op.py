@@ -259,6 +259,7 @@ OP = Op(
     },
     batched=frozenset(name for name in check.rules if name not in ("chunk", "read", "orthogonalize")),
     draw=draw,
+    rounded=frozenset(f"{whole}_{part}" for whole in ("memory", "momentum") for part in ("w1", "w2")),
 )
 
 register(OP)

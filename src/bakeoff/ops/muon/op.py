@@ -224,6 +224,7 @@ OP = Op(
     settings=frozenset(_SETTINGS),
     mutates=("params", "momentum", "direction", "sums"),
     draw=draw,
+    rounded=frozenset({"grads", "momentum"}),
     home="bakeoff.ops.muon.op:OP",
 )
 

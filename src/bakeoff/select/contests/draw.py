@@ -85,14 +85,15 @@ def cotangent(output: torch.Tensor, args: Sequence[Any], seed: int, kind: str = 
     return _normal(turned, generator, device).transpose(-1, -2)
 
 
-def nudged(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def nudged(tensor: torch.Tensor, generator: torch.Generator, *, coarsely: bool = False) -> torch.Tensor:
     """A copy of which each number is up to two units in its last place away: so hard a draw as before, but
-    all roundings fall otherwise."""
+    all roundings fall otherwise. `coarsely`: in what is its last place once it is rounded to bfloat16."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     once = tensor.detach()[tuple(slice(1 if step == 0 else None) for step in tensor.stride())]
     units = torch.randint(-2, 3, once.shape, generator=generator, device=tensor.device)
-    moved = once * (1 + units * torch.finfo(tensor.dtype).eps).to(once.dtype)
+    unit = max(torch.finfo(tensor.dtype).eps, torch.finfo(torch.bfloat16).eps if coarsely else 0.0)
+    moved = once * (1 + units * unit).to(once.dtype)
     meta = TensorMeta.of(tensor)
     return _placed(moved.expand(tensor.shape), meta).requires_grad_(tensor.requires_grad)
 

@@ -103,7 +103,10 @@ def _yardstick(
     args = inputs(op, case, seed, kinds[0]) if given_args is None else given_args
     if nudge:
         generator = torch.Generator(device=case.device).manual_seed(nudge)
-        args = [each(partial(nudged, generator=generator), a) for a in args]
+        args = [
+            each(partial(nudged, generator=generator, coarsely=name in op.rounded), a)
+            for name, a in zip(op.params, args, strict=True)
+        ]
     run = Copies(op, args) if op.mutates else None
     given = run.args if run else args
     outputs = outputs_of(op.incumbent.implementation, given)

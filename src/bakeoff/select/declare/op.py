@@ -60,6 +60,9 @@ class Op:
     """For an argument of `mutates` whose bits mean little by themselves, a number split over two tensors say:
     what it stands for, given all arguments by name. That is what the reference returns for it, and what is
     compared."""
+    rounded: frozenset[str] = frozenset()
+    """Arguments that eager rounds to 16 bits before it computes, though they may be float32: draws that
+    differ in the last bits of float32 alone would all round alike."""
     home: str = ""
     """Where another process imports it: ``"module:attribute"``; by default ``bakeoff.ops.<name>.op:OP``."""
 
