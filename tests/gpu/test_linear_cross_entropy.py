@@ -24,7 +24,7 @@ def shortened(case: Case) -> Case:
         "x": TensorMeta.dense((N, x.shape[-1]), x.dtype, grad=x.requires_grad),
         "target": TensorMeta.dense((N,), case.target.dtype),
     }
-    return Case(dict(case.args) | rows, case.device, case.name)
+    return Case({**case.args, **rows}, case.device, case.name)
 
 
 CASES = [shortened(case) for case in OP.cases()]
