@@ -11,8 +11,8 @@ from torch import Tensor
 from bakeoff.models import build, llm_med
 from bakeoff.ops import rotary_append_
 from bakeoff.ops.rotary import rotary, rotary_tables
-from bakeoff.ops.rotary_append import OP
-from bakeoff.ops.rotary_append.reference import reference
+from bakeoff.ops.rotary.append import OP
+from bakeoff.ops.rotary.append.reference import reference
 from bakeoff.select import TensorMeta, using
 from bakeoff.select.contests.draw import inputs
 from tests.cut import cut
@@ -105,4 +105,4 @@ def test_caches_lie_densely_in_their_bucket() -> None:
 
 
 def test_examples() -> None:
-    assert doctest.testmod(importlib.import_module("bakeoff.ops.rotary_append")).failed == 0
+    assert doctest.testmod(importlib.import_module("bakeoff.ops.rotary.append")).failed == 0

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from bakeoff.ops.attention import attention
 from bakeoff.ops.rotary import rotary
-from bakeoff.ops.rotary_append import rotary_append_
+from bakeoff.ops.rotary.append import rotary_append_
 
 __all__ = ["KeyValues", "QKNorm", "attend", "attend_one"]
 
