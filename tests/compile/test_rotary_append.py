@@ -4,8 +4,8 @@ import pytest
 
 from aot import TARGETS, build
 from bakeoff.kernels.layout import alignment
-from bakeoff.ops.rotary.append import OP, kernels
-from bakeoff.ops.rotary.append.triton import sizes
+from bakeoff.ops.rotary_append import OP, kernels
+from bakeoff.ops.rotary_append.triton import sizes
 
 TRITON = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 CASES = {case.name: case for case in OP.cases()}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bakeoff.ops.rotary.append import OP, rotary_append_
-from bakeoff.ops.rotary.append.reference import reference
+from bakeoff.ops.rotary_append import OP, rotary_append_
+from bakeoff.ops.rotary_append.reference import reference
 from bakeoff.select import using
 from bakeoff.select.contests.draw import inputs
 from bakeoff.select.contests.verify import verify, yardsticks

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from bakeoff.ops.rotary import rotary_tables
-from bakeoff.ops.rotary.append import OP
-from bakeoff.ops.rotary.append.reference import reference
-from bakeoff.ops.rotary.append.triton import rotary_append
+from bakeoff.ops.rotary_append import OP
+from bakeoff.ops.rotary_append.reference import reference
+from bakeoff.ops.rotary_append.triton import rotary_append
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
 from tests.cut import cut

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from bakeoff.ops.attention import attention
 from bakeoff.ops.rotary import rotary
-from bakeoff.ops.rotary.append import rotary_append_
+from bakeoff.ops.rotary_append import rotary_append_
 
 __all__ = ["KeyValues", "QKNorm", "attend", "attend_one"]
 
@@ -83,11 +83,11 @@ class KeyValues:
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """One position, q [B, 1, H, E] and k, v [B, 1, K, E], rotated and stored in one pass: q' and all
         places of keys and values [B, K, capacity, E]. None before this is settled, where gradients are
-        recorded, and for torch.compile, which traces nothing that writes in place.
+        recorded, on the CPU, and for torch.compile, which traces nothing that writes in place.
         """
         held = self.layers[layer]
         recorded = torch.is_grad_enabled() and q.requires_grad
-        if self.at is None or held is None or recorded or is_compiling():
+        if self.at is None or held is None or recorded or not q.is_cuda or is_compiling():
             return None
         return rotary_append_(q, k, v, *held, cos, sin, self.at), *held
 

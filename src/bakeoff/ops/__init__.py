@@ -18,7 +18,7 @@ from bakeoff.ops.norm_linear import norm_linear as norm_linear
 from bakeoff.ops.pole_scan import pole_scan as pole_scan
 from bakeoff.ops.rms_norm import rms_norm as rms_norm
 from bakeoff.ops.rotary import rotary as rotary
-from bakeoff.ops.rotary import rotary_append_ as rotary_append_
+from bakeoff.ops.rotary_append import rotary_append_ as rotary_append_
 from bakeoff.ops.short_conv import short_conv as short_conv
 from bakeoff.ops.spectral_filter import spectral_filter as spectral_filter
 from bakeoff.ops.swiglu import swiglu as swiglu

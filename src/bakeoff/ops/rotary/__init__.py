@@ -2,12 +2,11 @@
 
 import torch
 
-from bakeoff.ops.rotary.append import rotary_append_
 from bakeoff.ops.rotary.op import OP
 from bakeoff.ops.rotary.reference import rotary_tables
 from bakeoff.select import call
 
-__all__ = ["OP", "rotary", "rotary_append_", "rotary_tables"]
+__all__ = ["OP", "rotary", "rotary_tables"]
 
 
 def rotary(

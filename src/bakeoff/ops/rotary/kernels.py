@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from bakeoff.kernels.layout import alignment
+from bakeoff.kernels.rotation import turn
 
 __all__ = ["Tiling", "dense_strides", "is_head_major", "launch", "tilings"]
 
@@ -84,51 +85,12 @@ def _rotate(
         h = head_block * BLOCK_H + i % BLOCK_H
         start = tl.multiple_of(b * q_b + t * q_t + h * q_h, VECTOR)
         out = ((b * H + h) * T + t) * D if Q_HEAD_MAJOR else ((b * T + t) * H + h) * D
-        _turn(q, q_out, start, out, live, c, s, p, D, HALF, INTERLEAVED, BLOCK, REST)
+        turn(q, q_out, start, out, live, c, s, p, D, HALF, INTERLEAVED, BLOCK, REST)
     else:
         h = (head_block - Q_BLOCKS) * BLOCK_H + i % BLOCK_H
         start = tl.multiple_of(b * k_b + t * k_t + h * k_h, VECTOR)
         out = ((b * HK + h) * T + t) * D if K_HEAD_MAJOR else ((b * T + t) * HK + h) * D
-        _turn(k, k_out, start, out, live, c, s, p, D, HALF, INTERLEAVED, BLOCK, REST)
-
-
-@triton.jit
-def _turn(
-    x,
-    y,
-    start,
-    out,
-    live,
-    c,
-    s,
-    p,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-):
-    # Rows of x at `start` to rows of y at `out`; rows are whole heads, [R turned | D - R copied].
-    if INTERLEAVED:
-        both = tl.arange(0, 2 * BLOCK)
-        mask = live[:, None] & (both < 2 * HALF)[None, :]
-        pairs = tl.load(x + start[:, None] + both[None, :], mask=mask, other=0.0).to(tl.float32)
-        a, b = tl.split(tl.reshape(pairs, (start.shape[0], BLOCK, 2)))
-        turned = tl.reshape(tl.join(a * c - b * s, b * c + a * s), (start.shape[0], 2 * BLOCK))
-        tl.store(y + out[:, None] + both[None, :], turned.to(y.dtype.element_ty), mask=mask)
-    else:
-        mask = live[:, None] & (p < HALF)[None, :]
-        source = x + start[:, None] + p[None, :]
-        target = y + out[:, None] + p[None, :]
-        a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        b = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-        tl.store(target, (a * c - b * s).to(y.dtype.element_ty), mask=mask)
-        tl.store(target + HALF, (b * c + a * s).to(y.dtype.element_ty), mask=mask)
-    if 2 * HALF < D:
-        rest = 2 * HALF + tl.arange(0, REST)
-        mask = live[:, None] & (rest < D)[None, :]
-        kept = tl.load(x + start[:, None] + rest[None, :], mask=mask, other=0.0)
-        tl.store(y + out[:, None] + rest[None, :], kept, mask=mask)
+        turn(k, k_out, start, out, live, c, s, p, D, HALF, INTERLEAVED, BLOCK, REST)
 
 
 class Tiling(NamedTuple):

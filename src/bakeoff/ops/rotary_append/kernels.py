@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bakeoff.ops.rotary.kernels import _turn
+from bakeoff.kernels.rotation import turn
 
 __all__ = ["NUMBERS"]
 
@@ -41,12 +41,12 @@ def _append(
             h = (which * HEADS + i).to(tl.int64)
             start = (b * q_b + t * q_t + h * q_h) * ALIGN
             out = ((b * T + t) * H + h) * D
-            _turn(q, y, start, out, h < H, c, s, p, D, HALF, False, BLOCK, REST)
+            turn(q, y, start, out, h < H, c, s, p, D, HALF, False, BLOCK, REST)
         else:
             h = ((which - Q_BLOCKS) * HEADS + i).to(tl.int64)
             start = (b * k_b + t * k_t + h * k_h) * ALIGN
             out = (b * kc_b + h * kc_h + place * kc_s) * ALIGN
-            _turn(k, k_cache, start, out, (h < K) & kept, c, s, p, D, HALF, False, BLOCK, REST)
+            turn(k, k_cache, start, out, (h < K) & kept, c, s, p, D, HALF, False, BLOCK, REST)
     else:
         h = ((which - Q_BLOCKS - K_BLOCKS) * HEADS + i).to(tl.int64)
         d = tl.arange(0, WIDTH)

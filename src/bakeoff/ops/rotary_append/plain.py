@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bakeoff.ops.rotary.plain import eager as rotary
+from bakeoff.ops.rotary.reference import reference as rotary
 
 __all__ = ["eager"]
 
@@ -13,7 +13,7 @@ def eager(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, cos: Tensor, sin: Tensor, at: Tensor
 ) -> Tensor:
     """A rotation, and a copy into each cache."""
-    turned, k = rotary(q, k, cos, sin, False, None)
+    turned, k = rotary(q, k, cos, sin)
     places = at.long()
     if q.shape[1] != 1:
         places = places + torch.arange(q.shape[1], device=at.device)

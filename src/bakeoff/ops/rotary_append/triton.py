@@ -5,7 +5,7 @@ from torch import Tensor
 
 from bakeoff.kernels.layout import alignment
 from bakeoff.kernels.triton import TritonKernel
-from bakeoff.ops.rotary.append import kernels
+from bakeoff.ops.rotary_append import kernels
 
 __all__ = ["rotary_append", "sizes"]
 

@@ -6,8 +6,8 @@ import torch
 
 from bakeoff.kernels.counter import launches
 from bakeoff.ops.rotary.reference import rotary_tables
-from bakeoff.ops.rotary.append import plain
-from bakeoff.ops.rotary.append.reference import reference
+from bakeoff.ops.rotary_append import plain
+from bakeoff.ops.rotary_append.reference import reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
 from bakeoff.select.declare.abilities import needs_native
 from bakeoff.select.declare.arguments import INTEGER, Arguments, Tensor
@@ -138,7 +138,7 @@ def heuristic(case: Case, regime: str) -> str:
 
 
 def _triton() -> Implementation:
-    from bakeoff.ops.rotary.append.triton import rotary_append
+    from bakeoff.ops.rotary_append.triton import rotary_append
 
     return rotary_append
 
@@ -168,7 +168,7 @@ OP = Op(
     mutates=("k_cache", "v_cache"),
     draw=draw,
     draw_among=draw_among,
-    home="bakeoff.ops.rotary.append.op:OP",
+    home="bakeoff.ops.rotary_append.op:OP",
 )
 
 register(OP)

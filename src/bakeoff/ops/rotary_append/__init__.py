@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bakeoff.ops.rotary.append.op import OP
+from bakeoff.ops.rotary_append.op import OP
 from bakeoff.select import call
 
 __all__ = ["OP", "rotary_append_"]
