@@ -78,6 +78,22 @@ def test_shapes(name: str, shape: tuple[int, int, int], grad: str) -> None:
     passes(name, make(*shape, grad, bias=False, pad=8))
 
 
+@CANDIDATES
+def test_layouts(name: str) -> None:
+    """Transposed x, weight and dy; a bias with gaps, and one that is not aligned to 16 bytes."""
+    half = {"device": "cuda", "dtype": torch.bfloat16}
+    x, weight = torch.randn(64, 7, **half).t(), torch.randn(64, 48, **half).t()
+    for bias in (torch.randn(96, **half)[::2], torch.randn(49, **half)[1:]):
+        runs = []
+        for impl in (name, "eager"):
+            leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+            y = fp8_linear(*leaves, grad="e5m2", impl=impl)
+            dy = torch.linspace(-1, 1, 7 * 48, **half).view(48, 7).t()
+            runs.append([y, *torch.autograd.grad(y, leaves, dy)])
+        for mine, plain in zip(*runs, strict=True):
+            assert ((mine.double() - plain.double()).norm() / plain.double().norm()).item() < 1e-2
+
+
 GRID = [case for case in OP.cases() if case.x.numel <= 1 << 25 and case.x.dtype == torch.bfloat16]
 
 

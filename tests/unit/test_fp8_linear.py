@@ -185,6 +185,34 @@ def test_the_product_of_fp8_rows_passes_the_contest_verification(grad: str) -> N
     assert deterministic
 
 
+def test_what_is_multiplied_lies_as_hopper_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows by rows, each without gaps, and a bias without gaps that begins at a multiple of 16 bytes."""
+    calls = []
+
+    def multiply(a: torch.Tensor, b: torch.Tensor, sa: Any, sb: Any, bias: Any = None, **options: Any) -> Any:
+        calls.append(bias)
+        assert a.stride() == (a.shape[1], 1)
+        assert b.stride() == (1, b.shape[0])
+        assert bias is None or (bias.is_contiguous() and bias.data_ptr() % 16 == 0)
+        return real(a, b, sa, sb, bias, **options)
+
+    real = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    implementation = OP.candidate("scaled_mm").implementation
+    for K, M, rows in ((32, 48, 5), (33, 21, 1), (16, 16, 1)):
+        x, weight = torch.randn(K, rows).t(), torch.randn(K, M).t()
+        for bias in (torch.randn(M + 1)[1:], torch.randn(2 * M)[::2], torch.randn(1).expand(M)):
+            leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+            y = implementation(*leaves, "e5m2")
+            dy = torch.randn(M, rows).t()
+            got = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+            wide = [t.detach().double().requires_grad_() for t in leaves]
+            exact = reference(*wide, "e5m2")
+            want = [exact.detach(), *torch.autograd.grad(exact, wide, dy.double())]
+            torch.testing.assert_close(got, [t.float() for t in want])
+    assert len(calls) == 18
+
+
 @pytest.mark.parametrize("bits", [8, 2], ids=["not rounded", "rounded further"])
 def test_another_rounding_is_seen(bits: int) -> None:
     """Also one that is nearer to the product of what was given: it is another function."""

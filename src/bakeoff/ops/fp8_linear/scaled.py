@@ -9,7 +9,7 @@ from torch import Tensor
 from bakeoff.ops.fp8_linear.reference import E4M3, E5M2, quantize
 from bakeoff.select.declare.compiled import compiled as compile_formula
 
-__all__ = ["compiled", "scaled_mm"]
+__all__ = ["compiled", "own_bias", "scaled_mm"]
 
 _UNIT = 16  # torch._scaled_mm takes rows and numbers of columns that are multiples of this
 
@@ -48,12 +48,14 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, kind: torch.dtype) -> Te
     """a b' + bias of a [N, K] in `kind` and b [M, K] in e4m3, in a's dtype."""
     M, K = b.shape
     (qa, sa), (qb, sb) = quantize(a, kind), quantize(b)
+    # What is made of transposed memory lies as it did. Hopper multiplies rows by rows.
+    qa, qb = qa.reshape(-1).view(a.shape), qb.reshape(-1).view(M, K)
     rows, columns = -M % _UNIT, -K % _UNIT
     if columns:
         qa = _padded(qa, 0, columns)
     if rows or columns:
         qb, sb = _padded(qb, rows, columns), F.pad(sb, (0, 0, 0, rows))
-        bias = None if bias is None else F.pad(bias, (0, rows))
+    bias = None if bias is None else own_bias(bias, M + rows)
     y = torch._scaled_mm(qa, qb.t(), sa, sb.t(), bias, out_dtype=a.dtype, use_fast_accum=False)
     return y[:, :M].contiguous() if rows else y
 
@@ -61,6 +63,13 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, kind: torch.dtype) -> Te
 def _padded(q: Tensor, rows: int, columns: int) -> Tensor:
     """q with so many rows and columns of zeros more."""
     return F.pad(q.view(torch.uint8), (0, columns, 0, rows)).view(q.dtype)
+
+
+def own_bias(bias: Tensor, length: int) -> Tensor:
+    """bias with zeros up to `length`, in memory of its own: cuBLASLt refuses FP8 products whose bias is not
+    aligned to 16 bytes, and torch._scaled_mm reads any bias as if it had no gaps."""
+    # A part of something longer, as torch.compile would leave out a mere copy.
+    return F.pad(bias, (0, length - bias.shape[0] + _UNIT))[:length]
 
 
 compiled = compile_formula(scaled_mm)

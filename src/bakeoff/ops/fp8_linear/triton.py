@@ -13,6 +13,7 @@ from bakeoff.kernels.plan import Plan
 from bakeoff.kernels.triton import TritonKernel
 from bakeoff.ops.fp8_linear import kernels
 from bakeoff.ops.fp8_linear.reference import E4M3, E5M2, LARGEST
+from bakeoff.ops.fp8_linear.scaled import own_bias
 
 __all__ = ["fp8_linear", "launch", "quantize"]
 
@@ -108,8 +109,9 @@ def _turned(weight: Tensor) -> Tensor:
 
 
 def _multiply(qa: Tensor, qb: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None, y: Tensor) -> None:
-    if bias is not None and bias.shape[0] != qb.shape[0]:
-        bias = torch.nn.functional.pad(bias, (0, qb.shape[0] - bias.shape[0]))
+    M = qb.shape[0]
+    if bias is not None and (bias.shape[0] != M or not bias.is_contiguous() or bias.data_ptr() % 16):
+        bias = own_bias(bias, M)
     flat = y.view(-1, y.shape[-1])
     torch._scaled_mm(qa, qb.t(), sa, sb.t(), bias, out_dtype=y.dtype, use_fast_accum=False, out=flat)
 
