@@ -16,6 +16,7 @@ from bakeoff.ops.linear_cross_entropy.chunks import default_rows, even_share, su
 from bakeoff.ops.linear_cross_entropy.op import OP
 from bakeoff.ops.linear_cross_entropy.plain import eager
 from bakeoff.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
+from bakeoff.select import Case, TensorMeta
 from bakeoff.select.contests.verify import verify, yardsticks
 from bakeoff.select.declare.variants import at
 
@@ -255,6 +256,26 @@ def test_a_graph_that_is_kept_gives_the_same_twice_and_one_that_is_not_the_memor
         for one, two, want in zip(again, more, first, strict=True):
             assert torch.equal(one, want)
             assert torch.equal(two, want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "V", "chosen"),
+    [
+        (torch.bfloat16, 31_000, "eager"),
+        (torch.bfloat16, 32_000, "chunked"),
+        (torch.float32, 15_000, "eager"),
+        (torch.float32, 16_000, "chunked"),
+    ],
+)
+def test_plain_pytorch_is_guessed_below_256_mb_of_logits(dtype: torch.dtype, V: int, chosen: str) -> None:
+    for device in ("cpu", "cuda"):
+        args = {
+            **OP.cases()[0].args,
+            "x": TensorMeta.dense((2, 2048, 64), dtype, grad=True),
+            "weight": TensorMeta.dense((V, 64), dtype, grad=True),
+            "target": TensorMeta.dense((2, 2048), torch.int64),
+        }
+        assert OP.heuristic(Case(args, device), "eager") == chosen
 
 
 def test_a_second_derivative_is_refused() -> None:
