@@ -13,6 +13,7 @@ import bakeoff
 from bakeoff.errors import SwapError
 from bakeoff.select.contests import judge
 from bakeoff.swaps.replacement import replacement_of
+from bakeoff.swaps.verify import _KeepDouble
 from tests.unit.swapped import FAMILIES, HAS, WINDOWED, T, V, gradients, made, tokens
 
 SILU = {"llama", "llama-bias-tied", "qwen2", "qwen3", "mistral", "phi3"}
@@ -48,6 +49,16 @@ def test_results_are_right_and_every_replacement_runs(family: str, dtype: torch.
     assert all(report.calls().values())
     assert {f"d {name}" for name, _ in model.named_parameters()} <= set(comparison.swapped)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_whole_numbers_are_cast_to_what_they_are_multiplied_by() -> None:
+    """As positions are by frequencies: in float64 too, where these are."""
+    frequencies, positions = torch.rand(1, 3, 1, dtype=torch.float64), torch.arange(5)[None, None]
+    with _KeepDouble():
+        angles = frequencies.to(dtype=torch.float) @ positions.float()
+        assert torch.equal(angles, frequencies.float() @ positions.to(torch.float32))
+        assert torch.ones(2, dtype=torch.float16).float().dtype == torch.float32
+    assert torch.equal(angles, frequencies * positions)
 
 
 def test_a_wrong_replacement_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

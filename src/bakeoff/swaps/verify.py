@@ -42,15 +42,19 @@ class Comparison(NamedTuple):
 
 
 class _KeepDouble(TorchFunctionMode):
-    """What a model's code casts to float32 for accuracy stays float64, where it is."""
+    """What a model's code casts to float32 for accuracy is float64, where it is that or whole numbers, such as
+    positions, which may be multiplied by what is."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        double = bool(args) and isinstance(args[0], Tensor) and args[0].dtype == torch.float64
+        first = args[0] if args else None
+        double = isinstance(first, Tensor) and (
+            first.dtype == torch.float64 or not (first.is_floating_point() or first.is_complex())
+        )
         if double and func is Tensor.float:
-            return args[0]
+            return args[0].double()
         if double:
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             given = {
