@@ -42,8 +42,8 @@ class Comparison(NamedTuple):
 
 
 class _KeepDouble(TorchFunctionMode):
-    """What a model's code casts to float32 for accuracy is float64, where it is that or whole numbers, such as
-    positions, which may be multiplied by what is."""
+    """What a model's code casts to float32 for accuracy is float64 instead, where it was float64 or whole
+    numbers, such as positions."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
