@@ -45,6 +45,9 @@ def _flash_backward(
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    if q.shape[2] == 1:  # it refuses single rows
+        out, lse = exact(_math)(q, k, v, causal, scale)
+        return out.to(q.dtype), lse
     made = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
     return made[0], made[1].reshape(q.shape[:3])
 
@@ -52,6 +55,9 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if q.shape[2] == 1:
+        dq, dk, dv = exact(_math_backward)(dout, q, k, v, out, lse, causal, scale)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     # PyTorch keeps cuDNN's plans by the strides of q, k and v alone. A plan that was made for a dout or out
     # laid out in another way reads this one's at the wrong places, and beyond its end.
     dout, out = laid_as(q, dout), laid_as(q, out)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from bakeoff.attention_backends.inputs import readable, width_refused
+from bakeoff.attention_backends.inputs import exact, readable, width_refused
 from bakeoff.attention_backends.rows import BACKENDS
 from bakeoff.ops.dilated_attention import plain
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
@@ -153,6 +153,7 @@ def _all_rows(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[T
 
 
 def _candidate(name: str) -> Callable[..., Any]:
+    @exact
     def call(
         q: Tensor, k: Tensor, v: Tensor, segments: str, rates: str, causal: bool, phase: str,
         combine_grad: str, cu_seqlens: Tensor | None, scale: float | None, return_lse: bool,
@@ -200,6 +201,7 @@ def _causal(L: int, device: torch.device) -> BlockMask:
         return create_block_mask(lambda b, h, t, u: u <= t, None, None, L, L, device=str(device))
 
 
+@exact
 def flex(
     q: Tensor, k: Tensor, v: Tensor, segments: str, rates: str, causal: bool, phase: str,
     combine_grad: str, cu_seqlens: Tensor | None, scale: float | None, return_lse: bool,

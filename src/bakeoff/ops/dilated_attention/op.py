@@ -328,6 +328,7 @@ OP = Op(
             requires=("triton",),
             traceable=False,
             all_compiled=True,
+            deterministic=False,  # heads that are shared add up their gradients in any order
         ),
         kernel_candidate("fused", _fused, fused_supports),
         Candidate("cuda", load=_cuda, supports=cuda_supports, launches=launches),
@@ -341,6 +342,7 @@ OP = Op(
     batched=frozenset({"q", "k", "v"}),
     draw=draw,
     settings=frozenset({"scale"}),
+    averages=True,
 )
 
 register(OP)

@@ -224,6 +224,7 @@ OP = Op(
     heuristic=heuristic,
     features={"x": 1, "weight": 2, "bias": 1, "target": 0},
     batched=frozenset(),
+    averages=True,
     draw_among=draw_among,
 )
 
