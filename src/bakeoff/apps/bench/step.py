@@ -232,7 +232,8 @@ class _Plain(Stepper):
 
     def __init__(self, model: Any, config: Config, device: torch.device) -> None:
         super().__init__(model, config, device)
-        self.module = torch.compile(model, mode="reduce-overhead" if device.type == "cuda" else None)
+        compiled: Any = torch.compile(model, mode="reduce-overhead" if device.type == "cuda" else None)
+        self.module = compiled
         groups = [
             {key: group[key] for key in ("params", "weight_decay")} for group in self.optimizer.param_groups
         ]

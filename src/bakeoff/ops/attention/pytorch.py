@@ -137,7 +137,6 @@ def _flexible(
 
 
 _flexed = compiled(_flexible)
-_flexed_as_given = exact(lambda q, k, v, mask, scale, options: _flexed(mask, scale, options, q, k, v))
 
 
 @lru_cache(maxsize=64)
@@ -157,9 +156,10 @@ def _flex(
 ) -> Tensor:  # fmt: skip
     del cu_seqlens, lengths
     mask = _blocks(q.shape[1], k.shape[1], window or 0, q.device) if causal else None
-    return _flexed_as_given(q, k, v, mask, scale, options)  # type: ignore[no-any-return]
+    return _flexed(mask, scale, options, q, k, v)  # type: ignore[no-any-return]
 
 
+@exact
 def flex(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None,
     cu_seqlens: Tensor | None, lengths: Tensor | None,
@@ -168,6 +168,7 @@ def flex(
     return _flex("", q, k, v, causal, window, scale, cu_seqlens, lengths)
 
 
+@exact
 def flex_flash(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None,
     cu_seqlens: Tensor | None, lengths: Tensor | None,

@@ -10,6 +10,7 @@ compared with the largest error that eager makes on `FURTHER` more draws of the 
 is beyond that, too, on the ordinary draws, where eager's errors hardly differ from draw to draw.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -157,7 +158,7 @@ def _rms(exact: torch.Tensor, peak: float) -> float:
         (piece.abs() / peak).nan_to_num(0.0, 0.0, 0.0).square().sum().item()
         for piece in exact.reshape(-1).split(_PIECE)
     )
-    return float(squares / max(1, int(finite.sum()))) ** 0.5
+    return math.sqrt(squares / max(1, int(finite.sum())))
 
 
 def denormal_rows(tensor: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
