@@ -50,7 +50,9 @@ def cells() -> list[object]:
                     continue
                 if ours and candidate is not op.incumbent and (i == 0 or candidate.name != "compiled"):
                     label = f"{op.name}-{case.name}-{candidate.name}".replace(" ", "_")
-                    found.append(pytest.param(op.name, small, candidate.name, id=label))
+                    often = i == 0 or (candidate.launches is not None and "10,000" not in case.name)
+                    marks = () if often else pytest.mark.exhaustive
+                    found.append(pytest.param(op.name, small, candidate.name, id=label, marks=marks))
     return found
 
 
@@ -65,7 +67,8 @@ def rejected(op: Op, candidate: Candidate, case: Case) -> str:
 
 @pytest.mark.parametrize(("op_name", "case", "name"), cells())
 def test_verification_takes_no_honest_candidate_for_a_bad_one(op_name: str, case: Case, name: str) -> None:
-    """What torch.compile makes is tried at one case an op: each takes it half a minute."""
+    """What torch.compile makes is tried at one case an op: each takes it half a minute. PyTorch's own kernels
+    are tried at one, too, unless all are asked for, and so are lists of 10,000 tensors."""
     op = OWN[op_name]
     candidate = op.candidate(name)
     if candidate.reasons(case):
