@@ -184,9 +184,19 @@ def test_a_sample_is_drawn_again_where_it_is_blank(
     monkeypatch.setattr(demo_module, "load_run", lambda _: (torch.nn.Identity(), None))
     demo_module._sample(Config(recipe="r"), SimpleNamespace(run_dir=Path()), "cpu", Console())
     out = capsys.readouterr().out
-    assert seeds == ([0, 1] if blank == 1 else [0, 1, 2, 3])
+    assert seeds == ([0, 1] if blank == 1 else [0, 1, 2, 3, 4])
     assert ("some text" in out) == (blank == 1)
     assert ("hardly more than blanks: give more --seconds" in out) == (blank == 99)
+
+
+def test_of_poor_samples_the_one_with_most_letters_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = lambda *_, seed, **__: [f"{seed}" * (40 if seed == 2 else 5), "\n \n" * 50]  # noqa: E731
+    monkeypatch.setattr(demo_module, "continuation", drawn)
+    monkeypatch.setattr(demo_module, "load_run", lambda _: (torch.nn.Identity(), None))
+    demo_module._sample(Config(recipe="r"), SimpleNamespace(run_dir=Path()), "cpu", Console())
+    assert capsys.readouterr().out.splitlines()[2:] == ["  | def " + "2" * 40]
 
 
 def test_on_a_processor_time_is_its_own(text: Path, monkeypatch: pytest.MonkeyPatch, untuned: None) -> None:
