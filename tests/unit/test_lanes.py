@@ -59,7 +59,7 @@ def test_counts_and_goes_on_after_a_failure(lanes) -> None:
     assert lines[-1].startswith("1 passed, 1 failed, 1 skipped in ")
 
 
-def test_two_lanes_run_together_and_print_one_after_the_other(lanes) -> None:
+def test_a_lane_that_waits_runs_beside_another_and_prints_by_itself(lanes) -> None:
     body = (
         "import pathlib, time\n"
         "def test_a():\n"
@@ -67,16 +67,25 @@ def test_two_lanes_run_together_and_print_one_after_the_other(lanes) -> None:
         "    while not pathlib.Path('{}').exists(): time.sleep(0.05)\n"
         "    assert 0, 'said by {}'\n"
     )
-    first, second = body.format("one", "two", "unit"), body.format("two", "one", "compile")
-    status, lines = lanes("unit", "compile", unit_a=first, compile_b=second)
+    first, second = body.format("one", "two", "unit"), body.format("two", "one", "dist")
+    status, lines = lanes("unit", "dist", unit_a=first, dist_b=second)
     assert status == 1
     assert lines[-1].startswith("0 passed, 2 failed, 0 skipped in ")
-    _, *parts = re.split(r"^(unit|compile)$", "\n".join(lines), flags=re.MULTILINE)
+    _, *parts = re.split(r"^(unit|dist)$", "\n".join(lines), flags=re.MULTILINE)
     said = dict(zip(parts[::2], parts[1::2], strict=True))
     assert {name: set(re.findall(r"said by (\w+)", text)) for name, text in said.items()} == {
         "unit": {"unit"},
-        "compile": {"compile"},
+        "dist": {"dist"},
     }
+
+
+def test_lanes_that_keep_all_cores_busy_run_one_after_the_other(lanes) -> None:
+    begins = "import pathlib, time\ndef test_a():\n    time.sleep(1)\n"
+    ends = "    pathlib.Path('ended').touch()\n"
+    after = "import pathlib\ndef test_b():\n    assert pathlib.Path('ended').exists()\n"
+    status, lines = lanes("unit", "compile", unit_a=begins + ends, compile_b=after)
+    assert status == 0
+    assert lines[-1].startswith("2 passed, 0 failed, 0 skipped in ")
 
 
 def test_all_well(lanes) -> None:
