@@ -7,7 +7,7 @@ import torch
 if TYPE_CHECKING:
     from bakeoff.kernels.plan import Plan
 
-__all__ = ["alignment", "empty_like", "laid_out", "row_stride"]
+__all__ = ["alignment", "empty_like", "laid_out", "row_stride", "tile_of"]
 
 
 def row_stride(t: torch.Tensor) -> int | None:
@@ -38,6 +38,11 @@ def alignment(*elements: int) -> int:
     for number in elements:
         bits |= number
     return bits & -bits
+
+
+def tile_of(n: int) -> int:
+    """The least power of two that is not below n, and at least 1: the size of a tile that holds n."""
+    return 1 << (n - 1).bit_length() if n > 0 else 1
 
 
 def empty_like(t: torch.Tensor) -> torch.Tensor:

@@ -246,6 +246,8 @@ class _Plain(Stepper):
         torch.compiler.cudagraph_mark_step_begin()
         loss = self._backward(rows)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.optim.clip)
+        for group in self.plain.param_groups:
+            group["lr"] = lr
         self.plain.step()
         self.plain.zero_grad(set_to_none=True)
         self._count(loss, norm, torch.zeros_like(loss, dtype=torch.bool))

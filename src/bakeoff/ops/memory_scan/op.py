@@ -189,12 +189,14 @@ def draw(name: str, meta: TensorMeta, generator: torch.Generator) -> torch.Tenso
 
 def heuristic(case: Case, regime: str) -> str:
     """The kernels wherever they can run: verified in all cases of the grid and faster in those timed, on an
-    H200. For longer chunks the products and kernels made for these, on an H100 4.6 times as fast as plain
-    PyTorch; not where updates are orthogonalised, in which torch.compile is faster."""
+    H200. For longer chunks without gradients the products and kernels made for these, whose forward was
+    4.7 times as fast as plain PyTorch on an H100; their backward isn't timed. Not where updates are
+    orthogonalised, in which torch.compile is faster."""
     del regime
     if triton_supports(case) is None:
         return "triton"
-    return "eager" if large_supports(case) or case.orthogonalize else "large"
+    untimed = case.needs_grad or case.orthogonalize
+    return "eager" if untimed or large_supports(case) else "large"
 
 
 def triton_supports(case: Case) -> str | None:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bakeoff.kernels.layout import alignment
+from bakeoff.kernels.layout import alignment, tile_of
 from bakeoff.kernels.rotation import turn
 
 __all__ = ["Tiling", "dense_strides", "is_head_major", "launch", "tilings"]
@@ -139,19 +139,14 @@ def blocks(
 
     A warp has `lanes` threads.
     """
-    block, rest = _power(half), _power(D - 2 * half)
+    block, rest = tile_of(half), tile_of(D - 2 * half)
     rows = max(1, tiling.tile // (itemsize * max(block, rest // 2)))
     heads = H | HK
     block_h = 1 if head_major else min(rows, tiling.heads, heads & -heads or 1)
-    block_t = min(rows // block_h, _power(T))
+    block_t = min(rows // block_h, tile_of(T))
     turned, copied = block * itemsize // tiling.access, rest * itemsize // (8 * tiling.access)
     warps = block_t * block_h * max(turned, copied) // lanes
     return block_t, block_h, block, max(1, min(8, warps))
-
-
-def _power(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << (n - 1).bit_length() if n > 0 else 1
 
 
 def launch(
@@ -206,7 +201,7 @@ def launch(
         "BLOCK_T": block_t,
         "BLOCK_H": block_h,
         "BLOCK": block,
-        "REST": _power(D - 2 * half),
+        "REST": tile_of(D - 2 * half),
         "num_warps": warps,
     }
     return (B * -(-T // block_t) * ((H + HK) // block_h),), numbers

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bakeoff.kernels.layout import alignment
+from bakeoff.kernels.layout import alignment, tile_of
 from bakeoff.kernels.triton import TritonKernel
 from bakeoff.ops.rotary_append import kernels
 
@@ -48,11 +48,6 @@ def rotary_append(
 
 def sizes(H: int, K: int, D: int, half: int) -> dict[str, int]:
     """How heads are cut, and the sizes of tiles."""
-    width = _power(D)
-    heads = max(1, min(_TILE // width, _power(max(H, K))))
-    return {"HEADS": heads, "WIDTH": width, "BLOCK": _power(half), "REST": _power(D - 2 * half)}
-
-
-def _power(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << (n - 1).bit_length() if n > 0 else 1
+    width = tile_of(D)
+    heads = max(1, min(_TILE // width, tile_of(max(H, K))))
+    return {"HEADS": heads, "WIDTH": width, "BLOCK": tile_of(half), "REST": tile_of(D - 2 * half)}

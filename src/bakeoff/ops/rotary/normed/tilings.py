@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bakeoff.kernels.layout import alignment
+from bakeoff.kernels.layout import alignment, tile_of
 from bakeoff.ops.rotary.kernels import Tiling
 
 __all__ = [
@@ -151,17 +151,12 @@ def _blocks(
 
     What isn't turned counts half to either. A power of two that divides `heads` divides the heads of q and of
     k."""
-    block, rest = _power(half), _power(D - 2 * half)
+    block, rest = tile_of(half), tile_of(D - 2 * half)
     held = (block + (rest // 2 if 2 * half < D else 0)) * itemsize  # bytes of half a row
     rows = 1 << max(0, (tiling.tile // held).bit_length() - 1)
     block_h = 1 if tokens_first else min(rows, tiling.heads, heads & -heads or 1)
-    block_t = min(rows // block_h, _power(T))
-    warps = _power(-(-block_t * block_h * held // (tiling.access * lanes)))
+    block_t = min(rows // block_h, tile_of(T))
+    warps = tile_of(-(-block_t * block_h * held // (tiling.access * lanes)))
     return {
         "BLOCK_T": block_t, "BLOCK_H": block_h, "BLOCK": block, "REST": rest, "num_warps": min(8, warps),
     }  # fmt: skip
-
-
-def _power(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << (n - 1).bit_length() if n > 0 else 1
