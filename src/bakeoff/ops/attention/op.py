@@ -228,7 +228,8 @@ def compiled_supports(case: Case) -> str | None:
 def heuristic(case: Case, regime: str) -> str:
     """Kernels of their own for a few queries of a longer row, on an H100 1.1 to 1.7 times as fast as what
     torch.compile makes; PyTorch's FlashAttention for windows, documents and pieces behind a prefix, where its
-    default would read a mask: verified there, not timed. PyTorch's default elsewhere, which on an H100 is cuDNN and the fastest."""
+    default would read a mask: verified there, not timed. PyTorch's default elsewhere, which on an H100 is
+    cuDNN and the fastest."""
     del regime
     if not case.device.startswith("cuda"):
         return "eager"
