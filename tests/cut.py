@@ -17,15 +17,15 @@ def cut(
     lists: int = 16,
     large: int = 1000,
 ) -> Case:
-    """The case on `device` with at most `most` of everything that counts rows; of all but a tensor's last
-    such dimension at most `outer`, where given. Tensors of a list have at most `lists` elements on average,
+    """The case on `device` with at most `most` of everything that counts rows; of the first of several such
+    dimensions at most `outer`, where given. Tensors of a list have at most `lists` elements on average,
     or at most `most` on each side where they have a shape in common. What else is 30,000 and more, as large
     vocabularies are, becomes `large`.
     """
     args = dict(case.args)
     for name, meta in case.tensors.items():
         rows = len(meta.shape) - op.features.get(name, 0)
-        limits = [most if outer is None or i == rows - 1 else outer for i in range(rows)]
+        limits = [outer if outer is not None and i == 0 < rows - 1 else most for i in range(rows)]
         shape = [min(size, limit) for size, limit in zip(meta.shape, limits, strict=False)]
         features = [large if size >= 30_000 else size for size in meta.shape[rows:]]
         args[name] = TensorMeta.dense((*shape, *features), meta.dtype, grad=meta.requires_grad)

@@ -12,15 +12,25 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bakeoff.select import Candidate, Case, Op
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("memcheck", "racecheck", "synccheck")
 MARK = "ran: "
-BROKEN = 77  # the status that compute-sanitizer ends with where it found something
+BROKEN = 77
+"""The status that compute-sanitizer ends with where it found something."""
+LIBRARIES = ("nvjet", "cublas", "cutlass")
+"""In the names of cuBLAS's kernels, which some candidates call: racecheck takes their barriers for races."""
+SIZES = (131, 256)
+"""What cases are cut to: an odd number, or a power of 2 for kernels that take nothing else."""
 
 
 @dataclass
@@ -31,6 +41,7 @@ class Report:
     calls: dict[str, int]
     """By candidate, how many cases ran forward and, where they have gradients, backward."""
     launches: int
+    seconds: float
     problem: str
     """Empty where all is well."""
 
@@ -46,19 +57,23 @@ def examine(tool: str, op: str, limit_s: float) -> Report:
     program = sanitizer()
     assert program is not None, "needs compute-sanitizer, which CUDA's toolkit brings"
     command = [program, "--tool", tool, "--error-exitcode", str(BROKEN), "--print-limit", "5"]
+    command += [word for name in LIBRARIES for word in ("--kernel-name-exclude", f"kernel_substring={name}")]
     command += [sys.executable, "-m", "tests.gpu.sanitize", "run", op]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    started = time.perf_counter()
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return Report(op, {}, 0, f"did not end within {limit_s:.0f} s")
+        return Report(op, {}, 0, limit_s, f"did not end within {limit_s:.0f} s")
     told = [json.loads(line[len(MARK) :]) for line in done.stdout.splitlines() if line.startswith(MARK)]
     calls, launched = told[0] if told else ({}, 0)
     problem = "" if done.returncode == 0 and told else f"status {done.returncode}\n{_tail(done)}"
-    return Report(op, calls, launched, problem)
+    if not problem and not launched:
+        problem = "no kernel ran"
+    return Report(op, calls, launched, time.perf_counter() - started, problem)
 
 
 def _tail(done: subprocess.CompletedProcess[str]) -> str:
@@ -75,15 +90,11 @@ def run(name: str) -> None:
     from bakeoff.select import find_op
     from bakeoff.select.contests.draw import cotangent, inputs
     from bakeoff.select.contests.results import gradients, outputs_of
-    from tests.cut import cut
 
     op = find_op(name)
     before, calls = launches(), Counter[str]()
-    cases = [cut(op, case, 131, "cuda:0", outer=3, lists=3001, large=16501) for case in op.cases()]
     for candidate in (c for c in op.candidates if c.launches is not None):
-        for case in {str(case.args): case for case in cases}.values():
-            if candidate.reasons(case):
-                continue
+        for case in _cases(op, candidate):
             args = inputs(op, case, 0)
             with torch.set_grad_enabled(case.needs_grad):
                 outputs = outputs_of(candidate.implementation, args)
@@ -92,6 +103,20 @@ def run(name: str) -> None:
             torch.cuda.synchronize()
             calls[candidate.name] += 1
     print(MARK + json.dumps([calls, launches() - before]), flush=True)
+
+
+def _cases(op: "Op", candidate: "Candidate") -> "list[Case]":
+    """The op's cases that the candidate takes, cut down, each once."""
+    from tests.cut import cut
+
+    for size in SIZES:
+        cases = [cut(op, case, size, "cuda:0", outer=3, lists=3001, large=16501) for case in op.cases()]
+        for case in cases:
+            if op.check is not None:
+                op.check(case)
+        if taken := [case for case in cases if not candidate.reasons(case)]:
+            return list({str(case.args): case for case in taken}.values())
+    return []
 
 
 def main(words: list[str]) -> int:
@@ -109,15 +134,15 @@ def main(words: list[str]) -> int:
     if sanitizer() is None:
         print("needs compute-sanitizer, which CUDA's toolkit brings; set CUDA_HOME if it lies elsewhere")
         return 2
+    found_any = False
     with ThreadPoolExecutor(options.jobs) as pool:
-        reports = list(
-            pool.map(lambda op: examine(options.tool, op, options.limit), options.ops or own_ops())
-        )
-    for report in reports:
-        ran = ", ".join(f"{name} {count}" for name, count in report.calls.items()) or "nothing"
-        found = report.problem or "clean"
-        print(f"{options.tool} {report.op}: cases of {ran}, {report.launches} launches: {found}")
-    return int(any(report.problem for report in reports))
+        asked = [pool.submit(examine, options.tool, op, options.limit) for op in options.ops or own_ops()]
+        for report in (future.result() for future in as_completed(asked)):
+            ran = ", ".join(f"{name} {count}" for name, count in report.calls.items()) or "nothing"
+            told = f"{report.launches} launches, {report.seconds:.0f} s: {report.problem or 'clean'}"
+            print(f"{options.tool} {report.op}: cases of {ran}, {told}", flush=True)
+            found_any |= bool(report.problem)
+    return int(found_any)
 
 
 def own_ops() -> list[str]:
