@@ -20,6 +20,7 @@ from bakeoff.models import build, byte_spectral, llm_med, longnet, titan_mac
 from bakeoff.nn import Fp8Linear, convert
 from bakeoff.ops import fp8_linear
 from bakeoff.ops.fp8_linear import OP
+from bakeoff.ops.fp8_linear import op as op_module
 from bakeoff.ops.fp8_linear.op import lacks_fp8
 from bakeoff.ops.fp8_linear.plain import eager
 from bakeoff.ops.fp8_linear.reference import E4M3, E5M2, LARGEST, quantize
@@ -377,3 +378,12 @@ def test_a_short_run_learns_and_saves_ordinary_weights(tmp_path: Path) -> None:
     assert list(loaded.state_dict()) == list(build(config.model).state_dict())
     assert to_fp8(loaded, torch.device("cpu"))
     assert to_fp8(loaded, torch.device("cpu")) == []
+
+
+def test_kernels_are_guessed_where_fp8_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_module, "lacks_fp8", lambda device: None)
+    case = OP.cases()[0]
+    assert OP.heuristic(case, "graph") == "triton"
+    assert OP.heuristic(Case(case.args, "cpu"), "graph") == "eager"
+    monkeypatch.setattr(op_module, "lacks_fp8", lambda device: "an older GPU")
+    assert OP.heuristic(case, "eager") == "eager"

@@ -259,23 +259,29 @@ def test_a_graph_that_is_kept_gives_the_same_twice_and_one_that_is_not_the_memor
 
 
 @pytest.mark.parametrize(
-    ("dtype", "V", "chosen"),
+    ("dtype", "V", "device", "regime", "chosen"),
     [
-        (torch.bfloat16, 31_000, "eager"),
-        (torch.bfloat16, 32_000, "chunked"),
-        (torch.float32, 15_000, "eager"),
-        (torch.float32, 16_000, "chunked"),
+        (torch.bfloat16, 31_000, "cpu", "eager", "eager"),
+        (torch.bfloat16, 32_000, "cpu", "eager", "chunked"),
+        (torch.float32, 15_000, "cpu", "eager", "eager"),
+        (torch.float32, 16_000, "cpu", "eager", "chunked"),
+        (torch.bfloat16, 1_000, "cuda", "graph", "eager"),
+        (torch.bfloat16, 1_500, "cuda", "graph", "triton"),
+        (torch.bfloat16, 31_000, "cuda", "compiled", "eager"),
+        (torch.bfloat16, 32_000, "cuda", "compiled", "triton"),
+        (torch.float64, 7_000, "cuda", "eager", "eager"),
+        (torch.float64, 8_000, "cuda", "eager", "chunked"),
     ],
 )
-def test_plain_pytorch_is_guessed_below_256_mb_of_logits(dtype: torch.dtype, V: int, chosen: str) -> None:
-    for device in ("cpu", "cuda"):
-        args = {
-            **OP.cases()[0].args,
-            "x": TensorMeta.dense((2, 2048, 64), dtype, grad=True),
-            "weight": TensorMeta.dense((V, 64), dtype, grad=True),
-            "target": TensorMeta.dense((2, 2048), torch.int64),
-        }
-        assert OP.heuristic(Case(args, device), "eager") == chosen
+def test_guesses(dtype: torch.dtype, V: int, device: str, regime: str, chosen: str) -> None:
+    """Kernels on a GPU where they were timed, chunks from 256 MB of logits on, else plain PyTorch."""
+    args = {
+        **OP.cases()[0].args,
+        "x": TensorMeta.dense((2, 2048, 64), dtype, grad=True),
+        "weight": TensorMeta.dense((V, 64), dtype, grad=True),
+        "target": TensorMeta.dense((2, 2048), torch.int64),
+    }
+    assert OP.heuristic(Case(args, device), regime) == chosen
 
 
 def test_a_second_derivative_is_refused() -> None:

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from bakeoff.ops.linear_cross_entropy.op import OP as LOSS
 from bakeoff.ops.muon.op import OP as MUON
 from bakeoff.ops.muon.op import muon_case
 from bakeoff.ops.norm_linear.op import OP, _case
-from bakeoff.select import Case
+from bakeoff.select import Case, TensorMeta
 from bakeoff.select.contests.draw import nudged
 from bakeoff.select.contests.judge import FURTHER, Inaccurate, judge
+from bakeoff.select.contests.results import outputs_of, results
 from bakeoff.select.contests.yardstick import Yardstick, _yardstick
 
 HOSTILE, PLAIN = ("adversarial", "adversarial"), ("normal", "normal")
@@ -75,3 +77,27 @@ def test_muon_s_further_draws_are_rounded_otherwise() -> None:
     for name in ("params", "grads", "momentum"):
         a, b = (torch.stack(list(stick.args[MUON.params.index(name)])).bfloat16() for stick in (one, other))
         assert torch.equal(a, b) == (name == "params")
+
+
+def test_further_draws_are_given_another_gradient() -> None:
+    """What eager rounds of one number, as of a loss's gradient, is luck as well: every draw has another."""
+    one, other = (drawn(3, HOSTILE, nudge=n).cotangents[0] for n in (0, 1))
+    factor = (other / one).float()
+    assert one.stride() == other.stride() == (0, 1)
+    assert 0.49 <= factor.min() <= factor.max() <= 1.01
+    assert factor.max() / factor.min() < 1 + 2**-6
+
+
+def test_a_chunked_loss_is_as_good_as_eager() -> None:
+    """Eager rounds the loss's gradient over the number of rows to 16 bits, where a chunked loss does not."""
+    made = next(case for case in LOSS.cases() if case.name == "24576x384->256 bf16")
+    x, target = (TensorMeta.dense((3072, *made.tensors[n].shape[1:]), made.tensors[n].dtype, grad=n == "x")
+                 for n in ("x", "target"))  # fmt: skip
+    case, rejected = Case({**made.args, "x": x, "target": target}, "cpu"), 0
+    for seed in (11, 21):
+        stick = _yardstick(LOSS, case, seed, HOSTILE, "here")
+        outputs = outputs_of(LOSS.candidate("chunked").implementation, stick.args)
+        for name, tensor in results(outputs, stick.args, stick.cotangents, stick.names).items():
+            judge(name, tensor, stick)
+        rejected += stick.looked > 0
+    assert rejected, "one draw was always enough: this test shows nothing"

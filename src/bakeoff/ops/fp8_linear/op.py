@@ -8,7 +8,7 @@ from bakeoff import hardware
 from bakeoff.ops.fp8_linear import plain, scaled
 from bakeoff.ops.fp8_linear.reference import fp8_linear as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
-from bakeoff.select.declare.abilities import kernel_candidate, needs_gpu, plain_pytorch
+from bakeoff.select.declare.abilities import kernel_candidate, needs_gpu
 from bakeoff.select.declare.arguments import Arguments, Choice, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
@@ -123,6 +123,13 @@ def compiled_supports(case: Case) -> str | None:
     return scaled_supports(case) or compiler_missing(case)
 
 
+def heuristic(case: Case, regime: str) -> str:
+    """One kernel that quantises, and PyTorch's product, where FP8 matrices are multiplied."""
+    del regime
+    fits = case.device.startswith("cuda") and scaled_supports(case) is None
+    return "triton" if fits else "eager"
+
+
 def _triton() -> Implementation:
     from bakeoff.ops.fp8_linear.triton import fp8_linear
 
@@ -142,7 +149,7 @@ OP = Op(
     bucket=bucket,
     cost=cost,
     cases=cases,
-    heuristic=plain_pytorch,
+    heuristic=heuristic,
     features={"x": 1, "weight": 2, "bias": 1},
     batched=frozenset({"x"}),
 )

@@ -16,6 +16,7 @@ from bakeoff.select.declare.key import round_rows, with_layout
 __all__ = ["OP"]
 
 _LARGE = 256_000_000  # bytes of all logits, of which plain PyTorch holds six times as much in 16 bits
+_TIMED = 12_000_000  # bytes of all logits, below which the kernels were not timed
 
 
 def relations(case: Case) -> None:
@@ -162,11 +163,12 @@ def auto_chunker_supports(case: Case) -> str | None:
 
 
 def heuristic(case: Case, regime: str) -> str:
-    """Chunks of rows where all logits together would take much memory, also inside torch.compile, which keeps
-    them all. In plain PyTorch until the kernels have run on a GPU: contests verify what they choose, guesses
-    don't."""
-    del regime
+    """Triton's kernels from the smallest size on at which they were timed; chunks of rows elsewhere where all
+    logits together would take much memory. torch.compile makes good code of fewer logits by itself."""
     logits = case.target.numel * case.weight.shape[0] * case.x.dtype.itemsize
+    least = _LARGE if regime == "compiled" else _TIMED
+    if logits >= least and case.device.startswith("cuda") and triton_supports(case) is None:
+        return "triton"
     return "chunked" if logits >= _LARGE else "eager"
 
 

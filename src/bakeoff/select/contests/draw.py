@@ -10,7 +10,7 @@ from bakeoff.select.declare.case import Case, TensorMeta
 from bakeoff.select.declare.lists import ListMeta, TensorList
 from bakeoff.select.declare.op import Op
 
-__all__ = ["cotangent", "inputs", "nudged"]
+__all__ = ["cotangent", "inputs", "nudged", "shrunk"]
 
 _APART = 1 << 32  # between an input's seed and a gradient's: equal draws would hide errors that cancel
 
@@ -90,12 +90,29 @@ def nudged(tensor: torch.Tensor, generator: torch.Generator, *, coarsely: bool =
     all roundings fall otherwise. `coarsely`: in what is its last place once it is rounded to bfloat16."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    once = tensor.detach()[tuple(slice(1 if step == 0 else None) for step in tensor.stride())]
+    once = _once(tensor)
     units = torch.randint(-2, 3, once.shape, generator=generator, device=tensor.device)
     unit = max(torch.finfo(tensor.dtype).eps, torch.finfo(torch.bfloat16).eps if coarsely else 0.0)
-    moved = once * (1 + units * unit).to(once.dtype)
-    meta = TensorMeta.of(tensor)
-    return _placed(moved.expand(tensor.shape), meta).requires_grad_(tensor.requires_grad)
+    return _like(tensor, once * (1 + units * unit).to(once.dtype))
+
+
+def shrunk(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A copy times one factor from 1/2 to 1: a gradient, products with which are rounded otherwise."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    factor = 0.5 + 0.5 * torch.rand((), generator=generator, device=tensor.device)
+    return _like(tensor, _once(tensor) * factor.to(tensor.dtype))
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """What is expanded in `tensor` taken once."""
+    return tensor.detach()[tuple(slice(1 if step == 0 else None) for step in tensor.stride())]
+
+
+def _like(tensor: torch.Tensor, once: torch.Tensor) -> torch.Tensor:
+    """`once` laid out and expanded like `tensor`."""
+    laid = _placed(once.expand(tensor.shape), TensorMeta.of(tensor))
+    return laid.requires_grad_(tensor.requires_grad)
 
 
 def _placed(drawn: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

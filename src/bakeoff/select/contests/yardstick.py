@@ -12,7 +12,7 @@ import torch
 from bakeoff.errors import ContestError
 from bakeoff.select.contests.conduct import Traits
 from bakeoff.select.contests.copies import Copies, tensors_in
-from bakeoff.select.contests.draw import cotangent, inputs, nudged
+from bakeoff.select.contests.draw import cotangent, inputs, nudged, shrunk
 from bakeoff.select.contests.exact import each, exact_results
 from bakeoff.select.contests.judge import Errors, Standard, denormal_rows, errors_of
 from bakeoff.select.contests.kin import kin_of
@@ -113,6 +113,8 @@ def _yardstick(
     aliases = aliases_of(outputs, given)
     traits = [Traits.of(out) for out in outputs]
     cotangents = [cotangent(out, args, seed + i, kinds[1]) for i, out in enumerate(outputs)]
+    if nudge:
+        cotangents = [shrunk(dy, generator) for dy in cotangents]
     names = [op.params[i] for i, a in enumerate(args) if wants_grad(a)]
     got = results(outputs, given, cotangents, names) | (run.new_values() if run else {})
     del outputs, run, given
