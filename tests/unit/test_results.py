@@ -105,6 +105,23 @@ class RanksRow(msgspec.Struct, kw_only=True):
     largest_difference_from_one_gpu: float | None = None
 
 
+class ContextRow(msgspec.Struct, kw_only=True):
+    """A method of attention over several GPUs; it has its times, or says why not."""
+
+    setting: str
+    method: str
+    ranks: int
+    tokens: int
+    forward_us: float | None
+    both_us: float | None
+    forward_tflops: float | None
+    both_tflops: float | None
+    peak_bytes: int | None
+    received_bytes: int | None
+    difference: float | None
+    reason: str
+
+
 class TuneRow(ModelRow):
     """Seconds that tuning takes from nothing, and with the table there."""
 
@@ -115,6 +132,7 @@ class TuneRow(ModelRow):
 KINDS: dict[str, type[msgspec.Struct]] = {
     "op": OpRow,
     "tune_s": TuneRow,
+    "setting": ContextRow,
     "ranks": RanksRow,
     "begin_s": DecodeRow,
 }

@@ -272,6 +272,34 @@ def _ranks(file: File, name: str, newest: bool) -> str:
     return f"{start}\n\n{markdown_table(headings, lines)}"
 
 
+def _context(file: File, name: str, newest: bool) -> str:
+    headings = (
+        "setting", "tokens a GPU", "method", "GPUs", "us forward", "TFLOP/s a GPU", "us both",
+        "TFLOP/s a GPU", "peak MiB", "received MB", "off by",
+    )  # fmt: skip
+    lines, reasons = [], []
+    for row in file.rows:
+        place = [row["setting"], f"{row['tokens']:,}", row["method"], str(row["ranks"])]
+        if row["both_us"] is None:
+            reasons.append(f"{row['setting']}, {row['method']}: {row['reason']}.")
+            continue
+        figures = []
+        for what in ("forward", "both"):
+            figures += [f"{row[f'{what}_us']:,.0f}", f"{row[f'{what}_tflops']:,.0f}"]
+        peak, moved, apart = row["peak_bytes"], row["received_bytes"], row["difference"]
+        figures.append("-" if peak is None else f"{peak / 2**20:,.0f}")
+        figures.append("-" if moved is None else f"{moved / 1e6:,.1f}")
+        figures.append("-" if apart is None else f"{apart:.1e}")
+        lines.append([*place, *figures])
+    start = (
+        f"Dilated attention over several GPUs, {stamp(file.env)} (`torchrun ... -m bakeoff bench --suite "
+        f'context` wrote [{name}](../{name})); "alone" is one GPU with as many tokens as each has beside it, '
+        '"off by" the '
+        "largest relative distance from one GPU's results in float32:"
+    )
+    return "\n\n".join([start, markdown_table(headings, lines), *reasons])
+
+
 def _size(row: dict[str, Any]) -> str:
     size = f"{row['model']}, {row['params'] / 1e6:.1f}M, {row['batch']} x {row['seq']}"
     return f"{size}, {row['precision']}"
@@ -298,7 +326,7 @@ def _name(row: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[File, str, bool], str]] = dict(
-    zip(FILES, (_ops, _selection, _steps, _decode, _ranks), strict=True)
+    zip(FILES, (_ops, _selection, _steps, _decode, _ranks, _context), strict=True)
 )
 """The section on each file of a card, from the file, its path, and whether the card is the newest."""
 

@@ -1,6 +1,6 @@
 """bench: runs a suite and prints each result as it is measured."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,12 @@ from rich.text import Text
 
 from bakeoff.apps.bench import (
     contests,
+    context,
     decode,
     launch,
     memory_text,
     nested,
+    ranks,
     recall,
     regret,
     results,
@@ -27,6 +29,7 @@ from bakeoff.apps.cli.terminal import console, declared, print_plain, working
 from bakeoff.apps.render import explained, selection_table, variants_table
 from bakeoff.apps.tabular import named_values, terminal_table
 from bakeoff.device import named_device
+from bakeoff.parallel import launched, local_rank
 from bakeoff.select import Op, Verdict, find_op
 from bakeoff.select.declare.key import REGIMES
 
@@ -40,6 +43,8 @@ _OWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "text": ("trains models", ("OP", "--budget", "--regimes", "--jobs")),
     "nested": ("trains models", ("OP", "--budget", "--regimes", "--filter", "--jobs")),
     "swap": ("measures whole steps", ("OP", "--regimes", "--jobs")),
+    "ranks": ("trains models", ("OP", "--budget", "--regimes", "--jobs", "--resume")),
+    "context": ("has its own lengths", ("OP", "--budget", "--regimes", "--jobs", "--resume")),
     "launch": ("has its own lengths", ("--filter", "--regimes", "--jobs")),
 }
 """What suites do that is not about the ops' cases, and what therefore says nothing to them."""
@@ -68,19 +73,20 @@ def run(
         raise ResultsError("--data belongs to --suite text: leave it out")
     if seeds != 3 and suite not in ("recall", "text"):
         raise ResultsError("--seeds belongs to --suite recall and text: leave it out")
-    given = {"OP": names, "--filter": text, "--regimes": regimes, "--jobs": jobs > 1}
+    given = {"OP": names, "--filter": text, "--regimes": regimes, "--jobs": jobs > 1, "--resume": resume}
     _refuse(suite, {**given, "--budget": budget is not None})
-    if suite in ("step", "swap"):
-        _run_whole(suite, device, out, text, 60.0 if budget is None else budget, resume)
-        return
-    if suite == "decode":
-        _run_decode(device, out, text, resume)
-        return
-    if suite in ("recall", "text"):
-        _run_memories(suite, device, out, text, resume, data, seeds)
-        return
-    if suite == "nested":
-        _run_nested(device, out, resume)
+    whole: dict[str, Callable[[], None]] = {
+        "step": lambda: _run_step(device, out, text, 60.0 if budget is None else budget, resume),
+        "swap": lambda: _run_swap(device, out, text, 60.0 if budget is None else budget, resume),
+        "decode": lambda: _run_decode(device, out, text, resume),
+        "recall": lambda: _run_memories(suite, device, out, text, resume, data, seeds),
+        "text": lambda: _run_memories(suite, device, out, text, resume, data, seeds),
+        "nested": lambda: _run_nested(device, out, resume),
+        "ranks": lambda: _run_ranks(device, out, text),
+        "context": lambda: _run_context(device, out, text),
+    }
+    if suite in whole:
+        whole[suite]()
         return
     ops = [find_op(name) for name in names] or list(declared().values())
     if suite == "launch":
@@ -136,13 +142,6 @@ def _refuse(suite: str, given: dict[str, object]) -> None:
     does, without = _OWN.get(suite, ("", ()))
     if any(given[option] for option in without):
         raise ResultsError(f"--suite {suite} {does}: leave {', '.join(without[:-1])} and {without[-1]} out")
-
-
-def _run_whole(suite: str, device: str, out: Path | None, text: str, budget: float, resume: bool) -> None:
-    if suite == "step":
-        _run_step(device, out, text, budget, resume)
-    else:
-        _run_swap(device, out, text, budget, resume)
 
 
 def _run_step(device: str, out: Path | None, text: str, budget: float, resume: bool) -> None:
@@ -248,6 +247,39 @@ def _run_launch(ops: Sequence[Op], device: str, out: Path | None, budget: float,
     with working(printer, "measuring the device's limits") as status:
         launch.run_launch(ops, device, out, budget_s=budget, resume=resume, hear=hear, announce=status.update)
     print_plain(printer, f"results: {out}")
+
+
+def _run_ranks(device: str, out: Path | None, text: str) -> None:
+    printer = console()
+
+    def hear(row: ranks.RanksRow) -> None:
+        apart = row.largest_difference_from_one_gpu
+        figures = f"{row.step_us:10.1f} us a step  {row.tokens_per_s:12,.0f} bytes/s"
+        figures += "" if apart is None else f"  losses within {apart:.1e} of one GPU's"
+        print_plain(printer, f"{row.model:14}{row.mode:8}{row.batch:4} rows  {figures}")
+
+    with working(printer, f"training over {launched()} ranks") as status:
+        file = ranks.run_ranks(device, out, text=text, hear=hear, announce=status.update)
+    if local_rank() == 0:
+        print_plain(printer, f"results: {file}")
+
+
+def _run_context(device: str, out: Path | None, text: str) -> None:
+    printer = console()
+
+    def hear(row: context.ContextRow) -> None:
+        figures = row.reason
+        if row.both_us is not None:
+            figures = f"{row.forward_us:12,.1f} us, {row.forward_tflops:6.1f} TFLOP/s forward"
+            figures += f"  {row.both_us:12,.1f} us, {row.both_tflops:6.1f} TFLOP/s both"
+            figures += "" if row.peak_bytes is None else f"  peak {row.peak_bytes / 2**20:,.0f} MiB"
+            figures += "" if row.difference is None else f"  off by {row.difference:.1e}"
+        print_plain(printer, f"{row.setting:26}{row.method:12}{figures}")
+
+    with working(printer, f"dilated attention over {launched()} ranks") as status:
+        file = context.run_context(device, out, text=text, hear=hear, announce=status.update)
+    if local_rank() == 0:
+        print_plain(printer, f"results: {file}")
 
 
 def _run_nested(device: str, out: Path | None, resume: bool) -> None:

@@ -15,7 +15,21 @@ __all__ = ["bench", "compare"]
 @click.argument("names", metavar="[OP]...", nargs=-1)
 @click.option(
     "--suite",
-    type=click.Choice(["ops", "selection", "step", "decode", "launch", "recall", "text", "nested", "swap"]),
+    type=click.Choice(
+        [
+            "ops",
+            "selection",
+            "step",
+            "decode",
+            "launch",
+            "recall",
+            "text",
+            "nested",
+            "swap",
+            "ranks",
+            "context",
+        ]
+    ),
     default="ops",
     show_default=True,
     help="ops: all candidates and peers. selection: time lost by the choices, overhead of choosing, time to "
@@ -24,7 +38,8 @@ __all__ = ["bench", "compare"]
     "16384. recall: models with neural memories, without and with gated DeltaNet, trained to recall pairs "
     "that are out of attention's reach. text: the same models' held-out bits per byte. nested: training with "
     "learned multipliers of the learning rate and without. swap: a Hugging Face Llama's step, plain, "
-    "compiled, patched by Liger, and swapped.",
+    "compiled, patched by Liger, and swapped. ranks: training on one GPU, or on several that "
+    "torchrun started. context: dilated attention over those.",
 )
 @click.option(
     "--regimes", help="Comma-separated: eager,graph,compiled. [default: all the device has but compiled]"
@@ -36,7 +51,8 @@ __all__ = ["bench", "compare"]
     "text",
     default="",
     help="Only cases whose name or shapes (in --suite decode, recall and text: models whose name; in step: "
-    "model and mode; in swap: modes) contain this text, or one of several: 'A|B'.",
+    "and ranks: model and mode; in swap: modes; in context: setting and method) contain this text, or one of "
+    "several: 'A|B'.",
 )
 @options.budget(
     "Seconds measured per contest; verification comes on top. [default: 2; in --suite step 60, for all "
@@ -84,6 +100,7 @@ def bench(**values: Any) -> None:
       bakeoff bench --suite text --data enwik8 --seeds 3
       bakeoff bench --suite nested
       bakeoff bench --suite swap
+      torchrun --nproc-per-node 2 -m bakeoff bench --suite context
       bakeoff bench --jobs 8
       bakeoff bench swiglu --thorough --variants
     """

@@ -1,0 +1,63 @@
+"""Training over two GPUs: losses of one, checkpoints that any number opens, a rank that dies."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bakeoff.apps.train.metrics import read_metrics
+from tests.dist.test_train_deaths import SOON_S, ended, settings  # noqa: F401  (a fixture)
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.timeout(300),
+]
+
+RUN = ["-m", "bakeoff", "train", "llm-med-tiny"]
+SETTINGS = [
+    "train.precision=float32", "train.log_every=1", "train.eval_rows=4", "train.steps=16",
+    "train.checkpoint_every=8", "train.leak_check=false", "optim.warmup=0", "optim.min_lr=1",
+    "select.tune=false", "metrics.console=false",
+]  # fmt: skip
+
+
+def trained(folder: Path, ranks: int, *given: str) -> None:
+    """Runs the command line under torchrun, or alone."""
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    )
+    command = [sys.executable, *launcher, *RUN, *SETTINGS, "--out", str(folder), *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def losses(folder: Path) -> list[float]:
+    """Of all steps."""
+    return [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if row["event"] == "train"]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_losses_and_checkpoints_are_those_of_one_gpu(tmp_path: Path, mode: str) -> None:
+    """Two GPUs train eight steps, one goes on to twelve, two to the end."""
+    trained(tmp_path / "alone", 1)
+    for ranks, end in ((2, 8), (1, 12), (2, 16)):
+        shared = [f"parallel.mode={mode}"] if ranks > 1 else []
+        trained(tmp_path / "moved", ranks, f"train.steps={end}", *shared)
+    alone, moved = losses(tmp_path / "alone"), losses(tmp_path / "moved")
+    assert len(alone) == len(moved) == 16
+    assert alone[-1] < alone[0]
+    torch.testing.assert_close(torch.tensor(moved), torch.tensor(alone), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_killed_rank_is_named(settings: Path, who: int) -> None:  # noqa: F811
+    """Its peer, which waits for it in NCCL, ends within seconds, too."""
+    on_cpu = settings.read_text()
+    assert 'device = "cpu"' in on_cpu
+    settings.write_text(on_cpu.replace('device = "cpu"', 'device = "cuda"'))
+    said, seconds = ended(settings, 2, who, "SIGKILL")
+    assert seconds < SOON_S
+    for text in said:
+        assert f"rank {who}" in text.splitlines()[-1]
