@@ -126,7 +126,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("ops", nargs="*", help="some of the ops; all, if none is named")
     parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="processes at a time")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that an op may take")
-    options = parser.parse_args(words)
+    options = parser.parse_intermixed_args(words)
     if options.tool == "run":
         for name in options.ops:
             run(name)

@@ -86,13 +86,13 @@ def dilated_attention(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if layout.local and q.shape[1] and method == "auto":
         part, phases = layout.part(peers.rank), layout.pattern.phases
-        y, lse = attended(q, k, v, layout, part, phases, scale, combine_grad)
+        y, lse = attended(q, k, v, layout, part, phases, scale, combine_grad, return_lse=return_lse)
     elif plan.method == "ulysses":
-        y, lse = by_heads(q, k, v, layout, peers, scale, combine_grad)
+        y, lse = by_heads(q, k, v, layout, peers, scale, combine_grad, return_lse)
     else:
         once = plan.method == "exchange"
         y, lse = by_exchange(q, k, v, layout, peers, scale, combine_grad == "detached", once)
-    return (y, lse) if return_lse else y
+    return (y, lse) if return_lse and lse is not None else y
 
 
 def attention(

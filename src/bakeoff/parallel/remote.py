@@ -55,7 +55,8 @@ def _beside_kernels(
     lent = _Lent()
     k, v = _Lend.apply(call, lent, k, v)  # type: ignore[no-untyped-call]
     part = call.layout.part(call.peers.rank)
-    own, level = attended(q, k, v, call.layout, part, phases, call.scale, "exact")
+    own, level = attended(q, k, v, call.layout, part, phases, call.scale, "exact", return_lse=True)
+    assert level is not None
     others, other_level = _Exchanged.apply(call, lent, q, k, v)  # type: ignore[no-untyped-call]
     top = torch.maximum(level, other_level).detach()
     top = torch.where(top > -torch.inf, top, 0.0)

@@ -16,8 +16,9 @@ __all__ = ["attended", "by_heads"]
 
 
 def by_heads(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, peers: Peers, scale: float, combine_grad: str
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, peers: Peers, scale: float, combine_grad: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(y, lse) of this rank's tokens; the heads of q and k are multiples of the ranks."""
     lengths = tuple(b - a for a, b in zip(layout.borders, layout.borders[1:], strict=False))
     q, k, v = (_ToHeads.apply(x, peers, lengths) for x in (q, k, v))  # type: ignore[no-untyped-call]
@@ -25,21 +26,25 @@ def by_heads(
     phases = [row[mine] for row in layout.pattern.phases]
     with warnings.catch_warnings():  # about tokens that these heads leave to the heads of other ranks
         warnings.simplefilter("ignore")
-        y, lse = attended(q, k, v, layout, (0, layout.tokens), phases, scale, combine_grad)
+        part = 0, layout.tokens
+        y, lse = attended(q, k, v, layout, part, phases, scale, combine_grad, return_lse=return_lse)
     y = _ToTokens.apply(y, peers, lengths)  # type: ignore[no-untyped-call]
+    if lse is None:
+        return y, None
     lse = _ToTokens.apply(lse.mT[..., None], peers, lengths)  # type: ignore[no-untyped-call]
     return y, lse[..., 0].mT
 
 
 def attended(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, part: tuple[int, int], phases: Sequence[Sequence[int]],
-    scale: float, combine_grad: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(y, lse) of the tokens from part[0] to part[1], which see no others, by the op's chosen kernels."""
+    scale: float, combine_grad: str, *, return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(y, lse) of the tokens from part[0] to part[1], which see no others, by the op's chosen kernels. More of
+    them are there without `return_lse`, where lse is None."""
     ends = [end for pair in documents_within(layout, *part) for end in pair]
     ends = [end - part[0] for end in ends[:1] + ends[1::2]]
     whole = ends == [0, part[1] - part[0]]
-    return ops.dilated_attention(  # type: ignore[return-value]
+    found = ops.dilated_attention(
         q, k, v,
         [min(w, layout.tokens + branch) for branch, w in enumerate(layout.pattern.segments)],
         layout.pattern.rates,
@@ -48,8 +53,9 @@ def attended(
         combine_grad=combine_grad,
         cu_seqlens=None if whole else torch.tensor(ends or [0, 0], device=q.device),
         scale=scale,
-        return_lse=True,
+        return_lse=return_lse,
     )  # fmt: skip
+    return (found, None) if isinstance(found, Tensor) else found
 
 
 class _ToHeads(torch.autograd.Function):

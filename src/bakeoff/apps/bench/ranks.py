@@ -100,6 +100,9 @@ def _trained(model: str, config: Config, mode: str, ranks: Together) -> RanksRow
         )  # fmt: skip
         quiet = msgspec.structs.replace(config.metrics, console=False, tensorboard=False)
         config = msgspec.structs.replace(config, train=limits, parallel=parallel, metrics=quiet)
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(ranks.device)
         train(config)
         lines = ranks.world.decide(lambda: _lines(folder / "run"))
         ranks.world.gather(None)  # rank 0's folder goes when all have read it

@@ -7,7 +7,7 @@ import torch
 from bakeoff.ops.layer_norm import peers, plain
 from bakeoff.ops.layer_norm.reference import layer_norm as reference
 from bakeoff.select import Candidate, Case, Cost, Implementation, Op, TensorMeta, register
-from bakeoff.select.declare.abilities import kernel_candidate, plain_pytorch
+from bakeoff.select.declare.abilities import kernel_candidate, kernels_on_gpu
 from bakeoff.select.declare.arguments import ANY_FLOATING, Arguments, Number, Tensor
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows, with_layout
@@ -150,7 +150,7 @@ OP = Op(
     bucket=bucket,
     cost=cost,
     cases=cases,
-    heuristic=plain_pytorch,
+    heuristic=kernels_on_gpu,
     features={"x": 1, "weight": 1, "bias": 1, "residual": 1},
     batched=frozenset({"x", "residual"}),
 )

@@ -9,7 +9,7 @@ from bakeoff.kernels.counter import launches
 from bakeoff.select.declare.candidate import Candidate, Implementation
 from bakeoff.select.declare.case import Case
 
-__all__ = ["NATIVE", "kernel_candidate", "kernels_on_gpu", "needs_gpu", "needs_native", "plain_pytorch"]
+__all__ = ["NATIVE", "kernel_candidate", "kernels_on_gpu", "needs_gpu", "needs_native"]
 
 NATIVE = (torch.float16, torch.bfloat16, torch.float32)
 """The dtypes that kernels read and write; they compute in float32."""
@@ -41,14 +41,6 @@ def kernel_candidate(
 
 def kernels_on_gpu(case: Case, regime: str) -> str:
     """The guess for an op whose one candidate with kernels is ``triton``: that on a GPU, if it takes the
-    dtypes;
-    plain PyTorch on the CPU and inside torch.compile, which fuses it with its neighbours."""
+    dtypes; plain PyTorch on the CPU and inside torch.compile, which fuses it with its neighbours."""
     fits = case.device.startswith("cuda") and needs_native(case) is None
     return "triton" if fits and regime != "compiled" else "eager"
-
-
-def plain_pytorch(case: Case, regime: str) -> str:
-    """The guess for an op whose kernels have not run on a GPU yet: contests verify what they choose, guesses
-    don't."""
-    del case, regime
-    return "eager"
