@@ -39,7 +39,7 @@ def test_context_is_compared_with_one_device(ranks: Ranks, tmp_path: Path) -> No
 
 def spread(rank: int, out: Path) -> None:
     training._STEPS = 20
-    training.run_ranks("cpu", out, text="ddp")
+    training.run_ranks("cpu", out, text="ddp", budget_s=0.1)
 
 
 def test_training_over_ranks_is_compared_with_one(
@@ -47,7 +47,7 @@ def test_training_over_ranks_is_compared_with_one(
 ) -> None:
     file = tmp_path / "train.json"
     monkeypatch.setattr(training, "_STEPS", 20)
-    training.run_ranks("cpu", file)
+    training.run_ranks("cpu", file, budget_s=0.1)
     ranks(2, spread, file)
     rows = [msgspec.convert(row, RanksRow) for row in json.loads(file.read_text())["rows"]]
     assert [(row.mode, row.ranks) for row in rows] == [("alone", 1), ("ddp", 2), ("ddp", 2)]

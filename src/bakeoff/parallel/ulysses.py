@@ -39,8 +39,8 @@ def attended(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, part: tuple[int, int], phases: Sequence[Sequence[int]],
     scale: float, combine_grad: str, *, return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(y, lse) of the tokens from part[0] to part[1], which see no others, by the op's chosen kernels. More of
-    them are there without `return_lse`, where lse is None."""
+    """(y, lse) of the tokens from part[0] to part[1], which see no others, by the chosen kernels; without
+    `return_lse`, which some of them don't give, lse is None."""
     ends = [end for pair in documents_within(layout, *part) for end in pair]
     ends = [end - part[0] for end in ends[:1] + ends[1::2]]
     whole = ends == [0, part[1] - part[0]]

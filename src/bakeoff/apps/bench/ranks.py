@@ -59,6 +59,7 @@ def run_ranks(
     out: Path | None,
     *,
     text: str = "",
+    budget_s: float = 30.0,
     hear: Hear = lambda row: None,
     announce: Callable[[str], None] = lambda stage: None,
 ) -> Path:
@@ -75,7 +76,9 @@ def run_ranks(
                     if not chosen(text, f"{model} {mode}"):
                         continue
                     announce(f"{model}, {mode}, {rows} rows")
-                    given = [f"train.batch_size={rows}", f"train.seq_len={seq}"]
+                    given = [
+                        f"train.batch_size={rows}", f"train.seq_len={seq}", f"select.budget_s={budget_s}"
+                    ]  # fmt: skip
                     row = _trained(model, resolve(recipe(base), None, given), mode, ranks)
                     ranks.keep(msgspec.to_builtins(row), ("model", "mode", "ranks", "batch", "seq"))
                     if ranks.world.first:

@@ -43,7 +43,7 @@ _OWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "text": ("trains models", ("OP", "--budget", "--regimes", "--jobs")),
     "nested": ("trains models", ("OP", "--budget", "--regimes", "--filter", "--jobs")),
     "swap": ("measures whole steps", ("OP", "--regimes", "--jobs")),
-    "ranks": ("trains models", ("OP", "--budget", "--regimes", "--jobs", "--resume")),
+    "ranks": ("trains models", ("OP", "--regimes", "--jobs", "--resume")),
     "context": ("has its own lengths", ("OP", "--budget", "--regimes", "--jobs", "--resume")),
     "launch": ("has its own lengths", ("--filter", "--regimes", "--jobs")),
 }
@@ -82,7 +82,7 @@ def run(
         "recall": lambda: _run_memories(suite, device, out, text, resume, data, seeds),
         "text": lambda: _run_memories(suite, device, out, text, resume, data, seeds),
         "nested": lambda: _run_nested(device, out, resume),
-        "ranks": lambda: _run_ranks(device, out, text),
+        "ranks": lambda: _run_ranks(device, out, text, 30.0 if budget is None else budget),
         "context": lambda: _run_context(device, out, text),
     }
     if suite in whole:
@@ -249,7 +249,7 @@ def _run_launch(ops: Sequence[Op], device: str, out: Path | None, budget: float,
     print_plain(printer, f"results: {out}")
 
 
-def _run_ranks(device: str, out: Path | None, text: str) -> None:
+def _run_ranks(device: str, out: Path | None, text: str, budget: float) -> None:
     printer = console()
 
     def hear(row: ranks.RanksRow) -> None:
@@ -259,7 +259,8 @@ def _run_ranks(device: str, out: Path | None, text: str) -> None:
         print_plain(printer, f"{row.model:14}{row.mode:8}{row.batch:4} rows  {figures}")
 
     with working(printer, f"training over {launched()} ranks") as status:
-        file = ranks.run_ranks(device, out, text=text, hear=hear, announce=status.update)
+        given: dict[str, Any] = {"hear": hear, "announce": status.update}
+        file = ranks.run_ranks(device, out, text=text, budget_s=budget, **given)
     if local_rank() == 0:
         print_plain(printer, f"results: {file}")
 

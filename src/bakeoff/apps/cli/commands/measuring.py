@@ -56,7 +56,7 @@ __all__ = ["bench", "compare"]
 )
 @options.budget(
     "Seconds measured per contest; verification comes on top. [default: 2; in --suite step 60, for all "
-    "contests of a mode]"
+    "contests of a mode; in ranks 30, of a run]"
 )
 @click.option(
     "--resume", is_flag=True, help="Leave out what the results file holds, measured with today's sources."
