@@ -105,6 +105,19 @@ class RanksRow(msgspec.Struct, kw_only=True):
     largest_difference_from_one_gpu: float | None = None
 
 
+class SwapRow(msgspec.Struct, kw_only=True):
+    """A step of a Hugging Face model; it has its time, or says why not."""
+
+    mode: str
+    step_us: float | None
+    tokens_per_s: float | None
+    peak_bytes: int | None
+    loss: float | None
+    gradients: float | None
+    reason: str
+    date: str
+
+
 class ContextRow(msgspec.Struct, kw_only=True):
     """A method of attention over several GPUs; it has its times, or says why not."""
 
@@ -133,6 +146,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "op": OpRow,
     "tune_s": TuneRow,
     "setting": ContextRow,
+    "gradients": SwapRow,
     "ranks": RanksRow,
     "begin_s": DecodeRow,
 }

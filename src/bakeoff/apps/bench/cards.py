@@ -17,7 +17,7 @@ from bakeoff.apps.bench.results import Env, File
 
 __all__ = ["FILES", "Card", "cards", "folded", "note_on_sources", "stamp"]
 
-FILES = ("ops.json", "selection.json", "step.json", "decode.json", "train.json", "context.json")
+FILES = ("ops.json", "selection.json", "step.json", "decode.json", "swap.json", "train.json", "context.json")
 """What a card's folder may hold, in the order in which it is shown."""
 
 

@@ -260,6 +260,23 @@ def _decode(file: File, name: str, newest: bool) -> str:
     return "\n\n".join([start, markdown_table(headings, lines), *_warned(file.rows)])
 
 
+def _swap(file: File, name: str, newest: bool) -> str:
+    headings = ("step", "mode", "ms a step", "tokens/s", "peak MiB", "loss", "measured at")
+    lines, reasons = [], []
+    for row in file.rows:
+        if row["step_us"] is None:
+            reasons.append(f"{row['mode']}: {row['reason']}.")
+            continue
+        peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}"
+        figures = [f"{row['step_us'] / 1e3:,.1f}", f"{row['tokens_per_s']:,.0f}", peak, f"{row['loss']:.4f}"]
+        lines.append([_size(row), row["mode"], *figures, row["date"][:16].replace("T", " ")])
+    start = (
+        f"A Hugging Face Llama's training step, {stamp(file.env)} (`bakeoff bench --suite swap` wrote "
+        f"[{name}](../{name})); compare rows measured at one time, since machines differ:"
+    )
+    return "\n\n".join([start, markdown_table(headings, lines), *reasons])
+
+
 def _ranks(file: File, name: str, newest: bool) -> str:
     headings = ("step", "GPUs", "mode", "us a step", "bytes/s", "largest difference from one GPU")
     lines = []
@@ -326,7 +343,7 @@ def _name(row: dict[str, Any]) -> str:
 
 
 SECTIONS: dict[str, Callable[[File, str, bool], str]] = dict(
-    zip(FILES, (_ops, _selection, _steps, _decode, _ranks, _context), strict=True)
+    zip(FILES, (_ops, _selection, _steps, _decode, _swap, _ranks, _context), strict=True)
 )
 """The section on each file of a card, from the file, its path, and whether the card is the newest."""
 
