@@ -21,6 +21,8 @@ SHAPES: dict[str, dict[str, object]] = {
     "attention alone": {"attention_every": 1},
     "normed attention": {"attention_every": 2, "qk_norm": True},
     "own head": {"tie": False},
+    "wide encoder": {"channels": 3, "features": "complex", "ngrams": 4, "ngram_bits": 6},
+    "log spectra": {"channels": 2, "features": "log"},
 }
 EVERY = pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES.keys())
 
@@ -191,6 +193,10 @@ def test_it_trains() -> None:
         ({"bidirectional": True}, "an encoder needs both"),
         ({"classes": 3}, "an encoder needs both"),
         ({"bidirectional": True, "classes": 2, "attention_every": 1}, "attention here is causal"),
+        ({"channels": 0}, "channels=0 must be at least 1"),
+        ({"features": "phases"}, "features='phases' must be one of magnitude, log, complex"),
+        ({"ngrams": 1}, "ngrams=1 must be 2 to 16 symbols, or 0"),
+        ({"ngram_bits": 30}, "ngram_bits=30 must be 1 to 24"),
         ({"filter": "waves"}, "filter='waves' must be one of poles, taps, minimum_phase"),
         ({"norm_eps": math.nan}, "norm_eps=nan must be a finite number, not negative"),
         ({"norm_eps": -1.0}, "norm_eps=-1.0 must be a finite number"),

@@ -25,7 +25,9 @@ MODELS: dict[str, Any] = {
     "llm-med": llm_med.Config(
         d_model=16, layers=1, heads=2, max_seq_len=16, qk_norm=True, conv=4, ngrams=3, ngram_bits=6
     ),
-    "byte-spectral": byte_spectral.Config(d_model=16, layers=1, max_seq_len=16),
+    "byte-spectral": byte_spectral.Config(
+        d_model=16, layers=1, max_seq_len=16, channels=2, features="complex", ngrams=3, ngram_bits=6
+    ),
     "titan-mac": titan_mac.Config(
         d_model=16, layers=1, heads=2, segment=8, chunk=8, persistent=2, max_seq_len=16
     ),

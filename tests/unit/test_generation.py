@@ -21,6 +21,9 @@ MIXING = {
         d_model=32, layers=2, heads=4, max_seq_len=40, qk_norm=True, conv=4, ngrams=5, ngram_bits=8
     ),
     "poles": byte_spectral.Config(d_model=16, layers=2, heads=2, max_seq_len=40, window=9),
+    "wide encoder": byte_spectral.Config(
+        d_model=16, layers=2, max_seq_len=40, window=9, channels=2, features="complex", ngrams=4, ngram_bits=8
+    ),
     "taps": byte_spectral.Config(
         d_model=16, layers=3, heads=2, max_seq_len=40, window=9, filter="taps", taps=7, attention_every=2
     ),

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 import bakeoff
 from bakeoff import models
 from bakeoff.models.generation import sample
-from bakeoff.models.llm_med import SIZES, Cache, Config, LLMMed, NGrams
+from bakeoff.models.llm_med import SIZES, Cache, Config, LLMMed
+from bakeoff.models.ngrams import NGrams
 from bakeoff.ops.rotary import rotary
 from tests.unit.language_models import check_blind_guess, check_loss, moved
 
@@ -126,8 +127,7 @@ def test_the_size_of_queries_and_keys_does_not_matter_once_they_are_normalised()
 
 def test_n_grams_are_told_apart_by_their_symbols_alone() -> None:
     """Equal n-grams have one row wherever they stand, others almost always others, of every length."""
-    config = Config(**SMALL, ngrams=3, ngram_bits=20)  # type: ignore[arg-type]
-    ngrams = NGrams(config)
+    ngrams = NGrams(3, 20, 32)
     text = torch.tensor([list(b"abcab?abc"), list(b"bac.cabac")])
     rows = ngrams.rows(F.pad(text + 1, (2, 0)), 9)
     for n, found in zip((2, 3), rows, strict=True):
@@ -141,7 +141,7 @@ def test_n_grams_are_told_apart_by_their_symbols_alone() -> None:
         assert min(seen.values()) >= 0
         assert max(seen.values()) < 2**20
     every = torch.cartesian_prod(*[torch.arange(256)] * 2)
-    filled = NGrams(Config(**SMALL, ngrams=2, ngram_bits=12)).rows(every + 1, 1)[0]  # type: ignore[arg-type]
+    filled = NGrams(2, 12, 32).rows(every + 1, 1)[0]
     filled = filled.flatten().bincount(minlength=2**12)
     assert filled.min() > 0
     assert filled.max() < 64, "65,536 bigrams fill 4,096 rows about evenly, 16 each"

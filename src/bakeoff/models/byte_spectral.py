@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from bakeoff.models.caching import DecodeCache, rows_at
 from bakeoff.models.checks import check_cache, check_fields, check_ids, check_kind, check_symbols
 from bakeoff.models.generation import Generates
+from bakeoff.models.ngrams import NGrams, check_ngrams
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
 from bakeoff.nn.filters import MinimumPhase, Past, Poles, Taps, WholeRow
 from bakeoff.ops import byte_spectral, short_conv
@@ -31,6 +32,7 @@ __all__ = ["SIZES", "ByteSpectralLM", "Cache", "Config"]
 
 Size = Literal["tiny", "small", "base"]
 Filter = Literal["poles", "taps", "minimum_phase"]
+Features = Literal["magnitude", "log", "complex"]
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"d_model": 128, "layers": 2, "heads": 4, "max_seq_len": 256},
@@ -66,6 +68,16 @@ class Config(
     """Bytes that the input's spectrum looks back at."""
     bins: int = 32
     """Frequencies of that spectrum."""
+    channels: int = 1
+    """Learned numbers that stand for a byte, each with a spectrum of its own."""
+    features: Features = "magnitude"
+    """What a spectrum is projected from: how much of each frequency there is, or with "complex" also where in
+    the window, by real and imaginary parts; "log" compresses magnitudes."""
+    ngrams: int = 0
+    """Length of the longest n-grams: embeddings of the last 2, 3, ... bytes, found by a hash, are added to
+    that of each byte; they start at 0. 0: none (Pagnoni et al. 2024, section 3.2.1)."""
+    ngram_bits: int = 14
+    """Each length of n-gram has a table of 2^ngram_bits rows, which unlike n-grams may share."""
     attention_every: int = 0
     """Every n-th block attends instead of filtering; 0: none does."""
     heads: int = 8
@@ -87,9 +99,11 @@ class Config(
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.filter not in get_args(Filter):
-            raise ValueError(f"filter={self.filter!r} must be one of {', '.join(get_args(Filter))}")
-        for name in ("d_model", "layers", "poles", "window", "bins", "heads", "max_seq_len"):
+        for name, kind in (("filter", Filter), ("features", Features)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(kind))}")
+        check_ngrams(self.ngrams, self.ngram_bits)
+        for name in ("d_model", "layers", "poles", "window", "bins", "channels", "heads", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         for name in ("d_ff", "taps", "attention_every", "classes"):
@@ -97,6 +111,14 @@ class Config(
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if self.dropout >= 1.0:
             raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        if self.bidirectional != (self.classes > 0):
+            raise ValueError(
+                f"bidirectional={self.bidirectional} and classes={self.classes}: an encoder needs both, a "
+                f"language model neither"
+            )
+        self._check_attention()
+
+    def _check_attention(self) -> None:
         if self.attention_every > self.layers:
             raise ValueError(
                 f"attention_every={self.attention_every} is more than layers={self.layers}: no block would "
@@ -107,11 +129,6 @@ class Config(
             raise ValueError(
                 f"d_model={self.d_model} must be a multiple of 2*heads={pair}, as rotary turns pairs in a "
                 f"head; d_model={math.ceil(self.d_model / pair) * pair} is"
-            )
-        if self.bidirectional != (self.classes > 0):
-            raise ValueError(
-                f"bidirectional={self.bidirectional} and classes={self.classes}: an encoder needs both, a "
-                f"language model neither"
             )
         if self.qk_norm and not self.attention_every:
             raise ValueError(
@@ -141,6 +158,11 @@ class Config(
         return self.d_ff or 64 * math.ceil(self.d_model * 8 / 3 / 64)
 
     @property
+    def spectral_dim(self) -> int:
+        """Features a position."""
+        return self.channels * self.bins * (2 if self.features == "complex" else 1)
+
+    @property
     def n_taps(self) -> int:
         return self.taps or self.max_seq_len
 
@@ -149,12 +171,14 @@ class Config(
 
 
 class Cache(DecodeCache):
-    """What decoding remembers: the last bytes, per filter its state or last inputs, keys and values."""
+    """What decoding remembers: the last bytes, as `NGrams` numbers them, too, per filter its state or last
+    inputs, keys and values."""
 
     def __init__(self, config: Config, capacity: int | None = None) -> None:
         super().__init__()
         self.config = config
         self.bytes: Tensor | None = None
+        self.symbols: Tensor | None = None
         self.past = Past()
         self.attention = KeyValues(config.layers, min(capacity or config.max_seq_len, config.max_seq_len))
 
@@ -165,11 +189,13 @@ class Cache(DecodeCache):
 
     def state(self) -> dict[str, Tensor]:
         assert self.bytes is not None
-        return {"bytes": self.bytes, **self.past.kept}
+        symbols = {} if self.symbols is None else {"symbols": self.symbols}
+        return {"bytes": self.bytes, **symbols, **self.past.kept}
 
     def put(self, state: dict[str, Tensor]) -> None:
-        self.bytes = state["bytes"]
-        self.past.kept = {name: tensor for name, tensor in state.items() if name != "bytes"}
+        rest = dict(state)
+        self.bytes, self.symbols = rest.pop("bytes"), rest.pop("symbols", None)
+        self.past.kept = rest
 
     def buffers(self) -> list[Tensor]:
         return self.attention.tensors()
@@ -255,22 +281,28 @@ class Block(nn.Module):
 
 
 class Spectrum(nn.Module):
-    """The projected spectrum of the last bytes, of a learned value of each byte. Starts at 0."""
+    """The projected spectra of the last bytes, of a byte's learned values. Starts at 0."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.arange(256)[:, None] / 127.5 - 1 + 0.1 * torch.randn(256, 1))
+        self.features = config.features
+        values = 0.1 * torch.randn(256, config.channels)
+        values[:, 0] += torch.arange(256) / 127.5 - 1  # a byte's plain value
+        values[:, 1:] *= 6.0  # about as large
+        self.table = nn.Parameter(values)
         # Of sum 1: with magnitudes that grow with the window, the first steps of its weight upset the model.
         window = torch.hann_window(2 * config.window + 1)[config.window : -1]
         self.window = nn.Parameter(window / window.sum())
         self.omega = nn.Parameter(torch.linspace(0, math.pi, config.bins))
-        self.weight = nn.Parameter(torch.zeros(config.bins, config.d_model))
+        self.weight = nn.Parameter(torch.zeros(config.spectral_dim, config.d_model))
         self.bias = nn.Parameter(torch.zeros(config.d_model))
 
     def forward(self, ids: Tensor, window: Tensor | None = None) -> Tensor:
         """[B, T, D] of ids [B, T] uint8, under another window if one is given."""
         window = self.window if window is None else window
-        return byte_spectral(ids, self.table, window, self.omega, weight=self.weight, bias=self.bias)
+        return byte_spectral(
+            ids, self.table, window, self.omega, features=self.features, weight=self.weight, bias=self.bias
+        )
 
     def last(self, ids: Tensor, at: Tensor) -> Tensor:
         """[B, 1, D] of the last of ids [B, window], before the first `at` [1] of which there was nothing."""
@@ -292,6 +324,7 @@ class ByteSpectralLM(Generates, HasRotaryTables):
         check_kind("config", config, Config)
         self.config = config
         self.embed = nn.Embedding(256, config.d_model)
+        self.ngrams = NGrams(config.ngrams, config.ngram_bits, config.d_model) if config.ngrams else None
         self.spectrum = Spectrum(config)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
@@ -306,7 +339,7 @@ class ByteSpectralLM(Generates, HasRotaryTables):
         """Normal matrices of deviation 0.02; those that end a branch are divided by sqrt(2 * layers), so that
         the stream's variance does not grow with depth. Filters and spectra keep their own start."""
         for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding) and not name.startswith("ngrams."):
                 ends_branch = name.endswith((".out", ".down"))
                 nn.init.normal_(module.weight, std=0.02 * (2 * self.config.layers) ** (-0.5 * ends_branch))
 
@@ -375,6 +408,11 @@ class ByteSpectralLM(Generates, HasRotaryTables):
     def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:
         cos, sin = (rows_at(table, ids.shape[1], cache) for table in (self.cos, self.sin))
         x, residual = self.embed(ids.long()) + self._spectra(ids.to(torch.uint8), cache), None
+        if self.ngrams is not None:
+            more, last = self.ngrams(ids.long(), None if cache is None else cache.symbols)
+            x = x + more
+            if cache is not None:
+                cache.symbols = last.clone()  # a view would keep all of it
         for block in self.blocks:
             x, residual = block(x, residual, cos, sin, cache)
         x, _ = self.norm(x, residual)
@@ -402,7 +440,7 @@ class ByteSpectralLM(Generates, HasRotaryTables):
         config = self.config
         products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         products += self.embed.weight.numel() if self.head is None else 0
-        products += config.window * 2 * config.bins + self.spectrum.weight.numel()
+        products += config.window * 2 * config.bins * config.channels + self.spectrum.weight.numel()
         attending = sum(config.attends(layer) for layer in range(config.layers))
         fft = 3 * 2 * 2 * 5 * math.ceil(math.log2(2 * max(length, 1)))
         mixing = 6 * attending * length + (config.layers - attending) * fft

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from bakeoff.models.caching import DecodeCache, rows_at
 from bakeoff.models.checks import check_cache, check_fields, check_ids, check_kind
 from bakeoff.models.generation import Generates
+from bakeoff.models.ngrams import NGrams, check_ngrams
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
 from bakeoff.ops import short_conv
 
@@ -27,7 +28,6 @@ __all__ = ["SIZES", "Cache", "Config", "LLMMed"]
 
 Size = Literal["tiny", "small", "base"]
 
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # Knuth's multiplicative hashing: 2^64 / golden ratio
 _MOST_TAPS = 8  # that `short_conv` takes
 
 SIZES: dict[str, dict[str, int]] = {
@@ -90,10 +90,7 @@ class Config(
             raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
         if self.conv < 0 or self.conv == 1 or self.conv > _MOST_TAPS:
             raise ValueError(f"conv={self.conv} must be 2 to {_MOST_TAPS} taps, or 0 for no convolution")
-        if self.ngrams < 0 or self.ngrams == 1 or self.ngrams > 16:
-            raise ValueError(f"ngrams={self.ngrams} must be 2 to 16 symbols, or 0 for none")
-        if not 1 <= self.ngram_bits <= 24:
-            raise ValueError(f"ngram_bits={self.ngram_bits} must be 1 to 24: tables have 2^ngram_bits rows")
+        check_ngrams(self.ngrams, self.ngram_bits)
         if self.rope_base == 0.0:
             raise ValueError("rope_base=0 must be positive: the longest wavelength is about 2 pi rope_base")
 
@@ -150,44 +147,6 @@ class Cache(DecodeCache):
 
     def begin_step(self, at: Tensor) -> None:
         self.attention.begin_step()
-
-
-class NGrams(nn.Module):
-    """The sum of the embeddings of the n-grams that end in each symbol, n = 2 to `config.ngrams`, by hash.
-
-    Before the first symbol of a row stands one that is no symbol, so that n-grams reach back over it.
-    """
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.bits, self.before = config.ngram_bits, config.ngrams - 1
-        self.tables = nn.ModuleList(
-            nn.Embedding(1 << config.ngram_bits, config.d_model) for _ in range(self.before)
-        )
-
-    def forward(self, ids: Tensor, cache: Cache | None) -> Tensor:
-        """ids [B, T] int64; returns [B, T, D]."""
-        T = ids.shape[1]
-        held = None if cache is None else cache.symbols
-        ids = ids + 1  # 0 is the symbol before the first
-        whole = F.pad(ids, (self.before, 0)) if held is None else torch.cat([held, ids], dim=1)
-        if cache is not None:
-            cache.symbols = whole[:, T:].clone()  # a view would keep all of it
-        total: Tensor | None = None
-        for table, rows in zip(self.tables, self.rows(whole, T), strict=True):
-            embedded = table(rows)
-            total = embedded if total is None else total + embedded
-        assert total is not None
-        return total
-
-    def rows(self, whole: Tensor, T: int) -> list[Tensor]:
-        """The rows [B, T] of each table for the last T of `whole` [B, T + ngrams - 1]."""
-        found, key = [], whole[:, self.before :]
-        for n in range(1, self.before + 1):
-            key = key * _ODD + whole[:, self.before - n : self.before - n + T]  # modulo 2^64
-            mixed = (key ^ (key >> 32)) * _ODD  # by a product alone, some rows would be empty
-            found.append((mixed >> (64 - self.bits)) & ((1 << self.bits) - 1))
-        return found
 
 
 class Attention(nn.Module):
@@ -255,7 +214,7 @@ class LLMMed(Generates, HasRotaryTables):
         check_kind("config", config, Config)
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.d_model)
-        self.ngrams = NGrams(config) if config.ngrams else None
+        self.ngrams = NGrams(config.ngrams, config.ngram_bits, config.d_model) if config.ngrams else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
@@ -334,7 +293,10 @@ class LLMMed(Generates, HasRotaryTables):
         cos, sin = (rows_at(table, ids.shape[1], cache) for table in (self.cos, self.sin))
         x, residual = self.embed(ids.long()), None
         if self.ngrams is not None:
-            x = x + self.ngrams(ids.long(), cache)
+            more, last = self.ngrams(ids.long(), None if cache is None else cache.symbols)
+            x = x + more
+            if cache is not None:
+                cache.symbols = last.clone()  # a view would keep all of it
         for block in self.blocks:
             x, residual = block(x, residual, cos, sin, cache)
         x, _ = self.norm(x, residual)

@@ -1,0 +1,58 @@
+"""Embeddings of hashed n-grams, which models add to those of single symbols (Pagnoni et al. 2024, 3.2.1)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["NGrams", "check_ngrams"]
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # Knuth's multiplicative hashing: 2^64 / golden ratio
+
+
+def check_ngrams(longest: int, bits: int) -> None:
+    """Raises ValueError where a model's `ngrams` or `ngram_bits` is out of range."""
+    if longest < 0 or longest == 1 or longest > 16:
+        raise ValueError(f"ngrams={longest} must be 2 to 16 symbols, or 0 for none")
+    if not 1 <= bits <= 24:
+        raise ValueError(f"ngram_bits={bits} must be 1 to 24: tables have 2^ngram_bits rows")
+
+
+class NGrams(nn.Module):
+    """The sum of the embeddings of the n-grams that end in each symbol, n = 2 to `longest`, by hash.
+
+    Before the first symbol of a row stands one that is no symbol, so that n-grams reach back over it. All
+    start at 0.
+    """
+
+    def __init__(self, longest: int, bits: int, d_model: int) -> None:
+        super().__init__()
+        self.bits, self.before = bits, longest - 1
+        self.tables = nn.ModuleList(nn.Embedding(1 << bits, d_model) for _ in range(self.before))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Zeros."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, ids: Tensor, held: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """([B, T, D], the last [B, longest - 1] symbols), of ids [B, T] int64 behind the symbols `held`."""
+        T = ids.shape[1]
+        ids = ids + 1  # 0 is the symbol before the first
+        whole = F.pad(ids, (self.before, 0)) if held is None else torch.cat([held, ids], dim=1)
+        total: Tensor | None = None
+        for table, rows in zip(self.tables, self.rows(whole, T), strict=True):
+            embedded = table(rows)
+            total = embedded if total is None else total + embedded
+        assert total is not None
+        return total, whole[:, T:]
+
+    def rows(self, whole: Tensor, T: int) -> list[Tensor]:
+        """The rows [B, T] of each table for the last T of `whole` [B, T + longest - 1]."""
+        found, key = [], whole[:, self.before :]
+        for n in range(1, self.before + 1):
+            key = key * _ODD + whole[:, self.before - n : self.before - n + T]  # modulo 2^64
+            mixed = (key ^ (key >> 32)) * _ODD  # by a product alone, some rows would be empty
+            found.append((mixed >> (64 - self.bits)) & ((1 << self.bits) - 1))
+        return found
