@@ -52,13 +52,13 @@ def sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or (str(beside) if beside.exists() else None)
 
 
-def examine(tool: str, op: str, limit_s: float) -> Report:
-    """One op under one tool."""
+def examine(tool: str, op: str, limit_s: float, most: int = 0) -> Report:
+    """One op under one tool; at most so many cases of a candidate, or all."""
     program = sanitizer()
     assert program is not None, "needs compute-sanitizer, which CUDA's toolkit brings"
     command = [program, "--tool", tool, "--error-exitcode", str(BROKEN), "--print-limit", "5"]
     command += [word for name in LIBRARIES for word in ("--kernel-name-exclude", f"kernel_substring={name}")]
-    command += [sys.executable, "-m", "tests.gpu.sanitize", "run", op]
+    command += [sys.executable, "-m", "tests.gpu.sanitize", "run", op, "--most", str(most)]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     started = time.perf_counter()
@@ -81,7 +81,7 @@ def _tail(done: subprocess.CompletedProcess[str]) -> str:
     return "\n".join(lines[-40:])
 
 
-def run(name: str) -> None:
+def run(name: str, most: int = 0) -> None:
     """What the tool watches: every kernel candidate of the op at small odd cases."""
     import torch
 
@@ -94,7 +94,8 @@ def run(name: str) -> None:
     op = find_op(name)
     before, calls = launches(), Counter[str]()
     for candidate in (c for c in op.candidates if c.launches is not None):
-        for case in _cases(op, candidate):
+        cases = _cases(op, candidate)
+        for case in cases[:: max(1, -(-len(cases) // most))] if most else cases:
             args = inputs(op, case, 0)
             with torch.set_grad_enabled(case.needs_grad):
                 outputs = outputs_of(candidate.implementation, args)
@@ -126,17 +127,21 @@ def main(words: list[str]) -> int:
     parser.add_argument("ops", nargs="*", help="some of the ops; all, if none is named")
     parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1), help="processes at a time")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that an op may take")
+    parser.add_argument("--most", type=int, default=0, help="cases of a candidate; all, if not given")
     options = parser.parse_intermixed_args(words)
     if options.tool == "run":
         for name in options.ops:
-            run(name)
+            run(name, options.most)
         return 0
     if sanitizer() is None:
         print("needs compute-sanitizer, which CUDA's toolkit brings; set CUDA_HOME if it lies elsewhere")
         return 2
     found_any = False
     with ThreadPoolExecutor(options.jobs) as pool:
-        asked = [pool.submit(examine, options.tool, op, options.limit) for op in options.ops or own_ops()]
+        asked = [
+            pool.submit(examine, options.tool, op, options.limit, options.most)
+            for op in options.ops or own_ops()
+        ]
         for report in (future.result() for future in as_completed(asked)):
             ran = ", ".join(f"{name} {count}" for name, count in report.calls.items()) or "nothing"
             told = f"{report.launches} launches, {report.seconds:.0f} s: {report.problem or 'clean'}"
