@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["full", "groups_of", "replicas", "sharded", "total_norm"]
@@ -21,6 +19,8 @@ def replicas(model: nn.Module, device: torch.device) -> DistributedDataParallel:
 
 def sharded(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, size: int) -> nn.Module:
     """`model`, changed in place: a rank keeps 1/size of each parameter and gathers one block at a time."""
+    from torch.distributed.fsdp import fully_shard  # takes half a second to import
+
     mesh = init_device_mesh(device.type, (size,))
     for block in blocks:
         fully_shard(block, mesh=mesh)
@@ -35,7 +35,7 @@ def groups_of(count: int, device: torch.device, size: int) -> DeviceMesh:
 
 def full(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded (all ranks must ask)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:

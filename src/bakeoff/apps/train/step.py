@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from bakeoff import hardware
@@ -144,7 +143,7 @@ class Stepper:
     @property
     def mode(self) -> str:
         """How ranks share the work: "none", "ddp" or "fsdp"."""
-        if isinstance(self.module, FSDPModule):
+        if hasattr(self.module, "set_requires_gradient_sync"):  # an FSDPModule, without importing FSDP
             return "fsdp"
         return "ddp" if isinstance(self.module, DistributedDataParallel) else "none"
 
@@ -216,8 +215,8 @@ class Stepper:
     @contextlib.contextmanager
     def _exchanging(self, last: bool) -> Iterator[None]:
         """Ranks exchange gradients once a step, after the last part."""
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(last)
+        if self.mode == "fsdp":
+            self.module.set_requires_gradient_sync(last)  # type: ignore[operator]
         if isinstance(self.module, DistributedDataParallel) and not last:
             with self.module.no_sync():
                 yield
