@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,30 @@ def keep(path: Path, *verdicts: Verdict, **facts: object) -> Path:
 def test_only_click_is_imported() -> None:
     heavy = "{'torch', 'rich', 'msgspec', 'numpy', 'triton'}"
     code = f"import sys, bakeoff.apps.cli; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OURS)
+    assert done.stdout == "set()\n"
+
+
+WITHOUT_THE_COMPILER = """
+    import sys
+    import torch
+    import bakeoff, bakeoff.apps.compare, bakeoff.apps.train
+    from bakeoff.models.llm_med import Config, LLMMed
+    from bakeoff.select.contests.contest import contest
+    from tests.unit import zoo
+    from tests.unit.zoo import GOOD, case
+
+    verdict = contest(zoo.op(GOOD), case(), ("eager",), budget_s=0.1)[0]
+    assert verdict.winner, verdict
+    with torch.no_grad():
+        bakeoff.assert_causal(LLMMed(Config(d_model=16, layers=1, heads=2, max_seq_len=16)))
+    print({"torch._dynamo", "torch._inductor", "torch.distributed.fsdp"} & set(sys.modules))
+"""
+
+
+def test_what_needs_no_compiler_does_not_import_it() -> None:
+    """It takes a second or two: of the command, of every process that holds contests, of the leak guard."""
+    code = textwrap.dedent(WITHOUT_THE_COMPILER)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OURS)
     assert done.stdout == "set()\n"
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bakeoff.causal.answers import Answer, Called, answer, form_of
 from bakeoff.causal.copies import Parameters, copied, generators, set_mode, twin
 from bakeoff.causal.rounding import Rounding
 from bakeoff.errors import BakeoffError
+from bakeoff.modes import UntracedMode
 
 __all__ = ["Call", "Computed", "Subject", "mode_name"]
 
@@ -33,11 +33,11 @@ class Call:
     earlier: Sequence[Tensor] = ()
 
 
-class Computed(TorchDispatchMode):
+class Computed(UntracedMode):
     """Notes the floating types of all that is computed; single numbers aside."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(

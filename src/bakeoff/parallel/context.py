@@ -110,9 +110,7 @@ def attention(
     """
     ends = options.get("borders")
     tokens = ends[-1] if ends else q.shape[1] * Peers(mesh).size
-    return dilated_attention(
-        q, k, v, (max(1, tokens),), (1,), mesh=mesh, causal=causal, **options
-    )
+    return dilated_attention(q, k, v, (max(1, tokens),), (1,), mesh=mesh, causal=causal, **options)
 
 
 def context_plan(

@@ -13,7 +13,7 @@ import torch
 
 from bakeoff.select.contests.copies import Rejected, tensors_in
 
-__all__ = ["Traits", "bystanders", "check_traits"]
+__all__ = ["Traits", "bystanders", "check_traits", "use_deterministic"]
 
 _SEED = 0x5EED_0DD  # not one that a candidate would set
 _forks: list[int] = []
@@ -147,6 +147,12 @@ def _switches(device: torch.device | None) -> dict[str, Any]:
     return found
 
 
+def use_deterministic(wanted: bool) -> None:
+    """torch.use_deterministic_algorithms where it changes anything: a call imports all of the compiler."""
+    if torch.are_deterministic_algorithms_enabled() != wanted:
+        torch.use_deterministic_algorithms(wanted)
+
+
 def _same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 
@@ -161,7 +167,7 @@ def _restore(before: dict[str, Any]) -> None:
     torch.set_flush_denormal(before["flush_denormal"])
     torch.set_grad_enabled(before["the gradient mode"])
     torch.autograd.set_detect_anomaly(before["anomaly detection"])
-    torch.use_deterministic_algorithms(before["use_deterministic_algorithms"])
+    use_deterministic(before["use_deterministic_algorithms"])
     torch.set_num_threads(before["the number of threads"])
     torch.set_float32_matmul_precision(before["float32_matmul_precision"])
     torch.backends.cudnn.benchmark = before["cudnn.benchmark"]

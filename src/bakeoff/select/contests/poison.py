@@ -5,7 +5,8 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from bakeoff.modes import UntracedMode
 
 __all__ = ["GUARD", "NAN", "Poison", "fenced", "fresh_version", "unchanged", "written_inside"]
 
@@ -36,7 +37,7 @@ _LARGEST_COPY = 2**28  # bytes: plain PyTorch makes many copies, and each would 
 _MADE = _EMPTY | _FILLED | _COPIED
 
 
-class Poison(TorchDispatchMode):
+class Poison(UntracedMode):
     """While active, new tensors and copies (also in backward) are fenced, uninitialised ones filled with NaN.
 
     A kernel that reads what it never wrote yields NaN; one that writes outside its tensor breaks a
@@ -44,7 +45,7 @@ class Poison(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.buffers: list[tuple[torch.Tensor, int]] = []
 
     def __torch_dispatch__(

@@ -25,6 +25,7 @@ import msgspec
 import torch
 
 from bakeoff.errors import ContestError
+from bakeoff.select.contests.conduct import use_deterministic
 from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.failure import DeviceLost
 from bakeoff.select.contests.verdict import Verdict
@@ -348,7 +349,7 @@ def main(descriptor: int) -> None:
         while True:
             request = read_request(requests.get())
             number = request.number
-            torch.use_deterministic_algorithms(request.deterministic)
+            use_deterministic(request.deterministic)
             torch.set_num_threads(request.threads)
             torch.set_float32_matmul_precision(request.matmul_precision)
             try:

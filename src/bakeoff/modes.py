@@ -1,0 +1,30 @@
+"""Dispatch modes that keep torch.compile out of their own code without importing it."""
+
+from typing import Any
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["UntracedMode"]
+
+
+class UntracedMode(TorchDispatchMode):
+    """A mode whose `__torch_dispatch__`, and what it calls, is never traced, which PyTorch sees to for all.
+
+    PyTorch wraps the method in what imports all of the compiler at the first operation: a second of every
+    process that uses a mode, such as one that holds contests. Here its code is marked instead.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)  # type: ignore[no-untyped-call]
+        method = cls.__dict__.get("__torch_dispatch__")
+        if method is not None:
+            skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+            set_code_exec_strategy(method.__code__, skipped)
