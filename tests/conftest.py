@@ -5,6 +5,7 @@ A lane is a folder of tests and a pytest process of its own: ``make test``, or o
 and let hypothesis try fewer examples; ``make test-all`` and pytest alone run everything.
 """
 
+import gc
 import importlib.util
 import os
 import random
@@ -119,6 +120,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"{', '.join(lanes)} are separate processes: run `make test`, or one lane each"
         )
+
+
+def pytest_collection_finish() -> None:
+    """What stands now, modules and thousands of tests, stays; nothing need look through it for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
