@@ -7,6 +7,7 @@ the interpreter (additions give NaN), so tests here use float32 and float16.
 import functools
 import os
 import sys
+from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -45,3 +46,15 @@ def _language_replaced_once_a_launch() -> None:
         return replace(function)
 
     interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_afresh, replace_once
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _overflow_is_looked_for_by_all(request: pytest.FixtureRequest) -> None:
+    """The interpreter computes each sum, difference and product of integers of 32 bits in 64 bits, too, to
+    find an overflow: a fourth of its time. At sizes that the interpreter takes there is none; `make test-all`
+    looks."""
+    from triton.runtime import interpreter
+
+    if request.config.getoption("--hypothesis-profile", None) == "quick":
+        options = interpreter.interpreter_builder.options
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
