@@ -2,8 +2,12 @@
 
 from typing import Any
 
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.utils._python_dispatch import TorchDispatchMode
+
+try:
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+except ImportError:  # a version of PyTorch that has no such functions
+    set_code_exec_strategy = None  # type: ignore[assignment]
 
 __all__ = ["UntracedMode"]
 
@@ -12,7 +16,8 @@ class UntracedMode(TorchDispatchMode):
     """A mode whose `__torch_dispatch__`, and what it calls, is never traced, which PyTorch sees to for all.
 
     PyTorch wraps the method in what imports all of the compiler at the first operation: a second of every
-    process that uses a mode, such as one that holds contests. Here its code is marked instead.
+    process that uses a mode, such as one that holds contests. Here its code is marked instead, where that can
+    be done.
     """
 
     def __init__(self) -> None:
@@ -20,11 +25,12 @@ class UntracedMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False
+        """Whether PyTorch wraps the method."""
+        return set_code_exec_strategy is None
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)  # type: ignore[no-untyped-call]
         method = cls.__dict__.get("__torch_dispatch__")
-        if method is not None:
+        if method is not None and set_code_exec_strategy is not None:
             skipped = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
             set_code_exec_strategy(method.__code__, skipped)
