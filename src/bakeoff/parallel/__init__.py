@@ -5,7 +5,7 @@ from bakeoff.parallel.exchange import borders
 from bakeoff.parallel.plan import ContextPlan
 from bakeoff.parallel.spread import full, groups_of, replicas, sharded, total_norm
 from bakeoff.parallel.watch import RankError
-from bakeoff.parallel.world import ALONE, World, joined, launched, local_rank
+from bakeoff.parallel.world import ALONE, World, joined, launched, local_rank, own_device
 
 __all__ = [
     "ALONE",
@@ -21,6 +21,7 @@ __all__ = [
     "joined",
     "launched",
     "local_rank",
+    "own_device",
     "replicas",
     "sharded",
     "total_norm",

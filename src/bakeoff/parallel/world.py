@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bakeoff.errors import BakeoffError
 from bakeoff.parallel.watch import Watch, raised
 
-__all__ = ["ALONE", "World", "joined", "launched", "local_rank"]
+__all__ = ["ALONE", "World", "joined", "launched", "local_rank", "own_device"]
 
 T = TypeVar("T")
 
@@ -117,6 +117,11 @@ def launched() -> int:
 def local_rank() -> int:
     """Which of this machine's ranks this is."""
     return int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+
+
+def own_device(name: str) -> str:
+    """The GPU of this rank, where `name` is one and the launcher started several ranks."""
+    return f"cuda:{local_rank()}" if launched() > 1 and name.startswith("cuda") else name
 
 
 @contextlib.contextmanager

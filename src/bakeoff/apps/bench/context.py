@@ -167,12 +167,14 @@ def _measure(row: ContextRow, setting: Setting, method: str, ranks: Together) ->
     with _called(setting, method, ranks, dtype) as (forward, both):
         row.peak_bytes = ranks.peak_bytes(both)
         row.forward_us, row.both_us = ranks.microseconds(forward), ranks.microseconds(both)
-    meta = TensorMeta.dense((1, total, setting.heads, setting.head_dim), dtype, grad=False)
     text = {"segments": ",".join(map(str, segments)), "rates": ",".join(map(str, rates))}
-    given = {**OP.cases()[0].args, "q": meta, "k": meta, "v": meta, **text, "causal": setting.causal}
-    flops = OP.cost(Case(given, str(ranks.device))).flops / size
-    row.forward_tflops = flops / row.forward_us / 1e6
-    row.both_tflops = 3.5 * flops / row.both_us / 1e6
+
+    def tflops(us: float, grad: bool) -> float:
+        meta = TensorMeta.dense((1, total, setting.heads, setting.head_dim), dtype, grad=grad)
+        given = {**OP.cases()[0].args, "q": meta, "k": meta, "v": meta, **text, "causal": setting.causal}
+        return OP.cost(Case(given, str(ranks.device))).flops / size / us / 1e6
+
+    row.forward_tflops, row.both_tflops = tflops(row.forward_us, False), tflops(row.both_us, True)
 
 
 @contextlib.contextmanager

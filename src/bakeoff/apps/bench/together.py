@@ -13,16 +13,11 @@ import torch
 from bakeoff.apps.bench import results
 from bakeoff.apps.bench.results import Env, File
 from bakeoff.device import synchronize
-from bakeoff.parallel import World, joined, launched, local_rank
+from bakeoff.parallel import World, joined, own_device
 
-__all__ = ["Together", "own_device", "together"]
+__all__ = ["Together", "together"]
 
 _BLOCKS, _BLOCK_S, _MOST = 5, 0.1, 100
-
-
-def own_device(device: str) -> str:
-    """The GPU of this rank, where `device` is one and torchrun started several."""
-    return f"cuda:{local_rank()}" if launched() > 1 and device.startswith("cuda") else device
 
 
 class Together:

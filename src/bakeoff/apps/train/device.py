@@ -11,7 +11,7 @@ import torch
 from bakeoff.apps.train.config import Config, ConfigError
 from bakeoff.apps.train.result import TrainError
 from bakeoff.models import longnet
-from bakeoff.parallel import World, joined, launched, local_rank
+from bakeoff.parallel import World, joined, launched, own_device
 
 __all__ = ["Placement", "memory_errors", "pick_device", "placed"]
 
@@ -46,10 +46,9 @@ def pick_device(name: str) -> torch.device:
     has a GPU of its own. Raises ConfigError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if launched() > 1 and name.startswith("cuda"):
-        if name != "cuda":
-            raise ConfigError(f"train.device={name!r} can't hold {launched()} ranks: use cuda, one GPU each")
-        name = f"cuda:{local_rank()}"
+    if launched() > 1 and name.startswith("cuda:"):
+        raise ConfigError(f"train.device={name!r} can't hold {launched()} ranks: use cuda, one GPU each")
+    name = own_device(name)
     try:
         device = torch.device(name)
     except RuntimeError:
