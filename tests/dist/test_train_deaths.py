@@ -28,13 +28,13 @@ PROGRAM = """
     from bakeoff.errors import BakeoffError
     from bakeoff.apps.train import Config, resolve, setup, train
 
-    rank, who, what = int(os.environ["RANK"]), int(sys.argv[2]), sys.argv[3]
+    rank, who, what, when = int(os.environ["RANK"]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 
     class Doomed(setup.Stepper):
         made = 0
         def __call__(self, rows, lr):
             self.made += 1
-            if self.made == 5 and rank == who:
+            if self.made == when and rank == who:
                 print("now", flush=True)
                 if what == "raises":
                     raise ValueError("rank of bad luck")
@@ -85,7 +85,7 @@ def in_parts(settings: Path) -> Path:
     return settings
 
 
-def launch(settings: Path, world: int, who: int, what: str) -> list[subprocess.Popen[str]]:
+def launch(settings: Path, world: int, who: int, what: str, when: int = 5) -> list[subprocess.Popen[str]]:
     port = free_port()
     found = []
     for rank in range(world):
@@ -97,7 +97,8 @@ def launch(settings: Path, world: int, who: int, what: str) -> list[subprocess.P
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(settings), str(who), what]
+        given = [str(settings), str(who), what, str(when)]
+        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *given]
         found.append(
             subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -106,9 +107,10 @@ def launch(settings: Path, world: int, who: int, what: str) -> list[subprocess.P
     return found
 
 
-def ended(settings: Path, world: int, who: int, what: str) -> tuple[list[str], float]:
-    """What the surviving ranks said on standard error, and how long after the event the last one ended."""
-    ranks = launch(settings, world, who, what)
+def ended(settings: Path, world: int, who: int, what: str, when: int = 5) -> tuple[list[str], float]:
+    """What the surviving ranks said on standard error once `what` befell rank `who` at the step `when`, and
+    how long after that the last one ended."""
+    ranks = launch(settings, world, who, what, when)
     try:
         assert ranks[who].stdout is not None
         assert ranks[who].stdout.readline() == "now\n"

@@ -16,8 +16,9 @@ from rich.console import Console
 from bakeoff.errors import BakeoffError
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.longnet import Config as LongNetConfig
-from bakeoff.parallel import World
-from bakeoff.apps.train import ConfigError, moments, resolve, setup, train
+from bakeoff.graphs import NotCapturable
+from bakeoff.parallel import World, spread
+from bakeoff.apps.train import ConfigError, device, moments, resolve, setup, step, train
 from bakeoff.apps.train.checkpoint import latest, steps
 from bakeoff.apps.train.config import Config, Data, Metrics, Optim, Select, Train, to_toml
 from bakeoff.apps.train.metrics import read_metrics
@@ -261,3 +262,59 @@ def decided(rank: int) -> None:
 
 def test_rank_0_decides_for_all(ranks: Ranks) -> None:
     ranks(2, decided)
+
+
+class Warming:
+    """A step that says it can't be captured in the third call of one rank, and goes on warming up elsewhere."""
+
+    bytes, captured = 0, False
+
+    def __init__(self, made: Callable[[torch.Tensor], None], refuses: bool) -> None:
+        self.step, self.refuses, self.calls = made, refuses, 0
+
+    def __call__(self, rows: torch.Tensor) -> None:
+        self.calls += 1
+        self.step(rows)
+        if self.refuses and self.calls == 3:
+            raise NotCapturable("the step waits for the device", ran=True)
+
+    def reset(self) -> None:
+        """There is no graph."""
+
+
+def gives_up(rank: int, base: Path, who: int) -> None:
+    made: list[Warming] = []
+
+    def capture(function: Callable[[torch.Tensor], None], warmup: int) -> Warming:
+        assert warmup == 12
+        made.append(Warming(function, rank == who))
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "capture_step", capture)
+        patch.setattr(device, "why_no_graph", lambda *_: "")
+        trained(rank, base, "refused")
+    assert made[0].calls == 3
+
+
+def test_ranks_give_up_a_capture_together(ranks: Ranks, base: Path) -> None:
+    """What rank 1 finds ends the warm-up of rank 0 after the same step, and no step is made twice."""
+    ranks(1, trained, base, "alone")
+    ranks(2, gives_up, base, 1)
+    assert_same(curve(base, "alone"), curve(base, "refused"))
+    rows = read_metrics(base.parent / "refused" / "metrics.jsonl")
+    (event,) = [row for row in rows if row["event"] == "capture"]
+    assert (event["step"], event["captured"]) == (3, False)
+    assert event["reason"] == "rank 1: the step waits for the device"
+
+
+def in_units(rank: int, base: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread, "_UNIT", 1)
+        trained(rank, base, "fsdp", "parallel.mode=fsdp")
+
+
+def test_shards_of_a_block_each_are_those_of_all_together(ranks: Ranks, base: Path) -> None:
+    ranks(1, trained, base, "alone")
+    ranks(2, in_units, base)
+    assert_same(curve(base, "alone"), curve(base, "fsdp"))

@@ -17,7 +17,7 @@ pytestmark = [
 
 RUN = ["-m", "bakeoff", "train", "llm-med-tiny"]
 SETTINGS = [
-    "train.precision=float32", "train.log_every=1", "train.eval_rows=4", "train.steps=16",
+    "train.precision=float32", "train.log_every=1", "train.eval_rows=4", "train.steps=40",
     "train.checkpoint_every=8", "train.leak_check=false", "optim.warmup=0", "optim.min_lr=1",
     "select.tune=false", "metrics.console=false",
 ]  # fmt: skip
@@ -40,24 +40,27 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_losses_and_checkpoints_are_those_of_one_gpu(tmp_path: Path, mode: str) -> None:
-    """Two GPUs train eight steps, one goes on to twelve, two to the end."""
+    """Two GPUs train sixteen steps, one goes on to twenty, two to the end; replicas from a graph."""
     trained(tmp_path / "alone", 1)
-    for ranks, end in ((2, 8), (1, 12), (2, 16)):
+    for ranks, end in ((2, 16), (1, 20), (2, 40)):
         shared = [f"parallel.mode={mode}"] if ranks > 1 else []
         trained(tmp_path / "moved", ranks, f"train.steps={end}", *shared)
     alone, moved = losses(tmp_path / "alone"), losses(tmp_path / "moved")
-    assert len(alone) == len(moved) == 16
+    assert len(alone) == len(moved) == 40
+    rows = read_metrics(tmp_path / "moved" / "metrics.jsonl")
+    captured = [row["captured"] for row in rows if row["event"] == "capture"]
+    assert captured == ([True] * 3 if mode == "ddp" else [False, True, False]), rows
     assert alone[-1] < alone[0]
     torch.testing.assert_close(torch.tensor(moved), torch.tensor(alone), rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_killed_rank_is_named(settings: Path, who: int) -> None:  # noqa: F811
-    """Its peer, which waits for it in NCCL, ends within seconds, too."""
+@pytest.mark.parametrize(("who", "when"), [(0, 5), (1, 5), (0, 30), (1, 30)])
+def test_a_killed_rank_is_named(settings: Path, who: int, when: int) -> None:  # noqa: F811
+    """Its peer, which waits for it in NCCL, ends within seconds, too; from step 13 on in a replayed graph."""
     on_cpu = settings.read_text()
     assert 'device = "cpu"' in on_cpu
     settings.write_text(on_cpu.replace('device = "cpu"', 'device = "cuda"'))
-    said, seconds = ended(settings, 2, who, "SIGKILL")
+    said, seconds = ended(settings, 2, who, "SIGKILL", when)
     assert seconds < SOON_S
     for text in said:
         why = f"rank {who} is dead", "can't be reached"  # rank 0 keeps the store

@@ -16,7 +16,6 @@ from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.graphs import NotCapturable
 from bakeoff.models import llm_med, longnet
 from bakeoff.models.llm_med import Config as ModelConfig
-from bakeoff.parallel import World
 from bakeoff.select.choose.policy import current
 
 
@@ -56,13 +55,17 @@ class StandIn:
             raise self.refusal
         self.step(rows)
 
+    def reset(self) -> None:
+        """There is no graph."""
+
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[StandIn]]:
     def arrange(refusal: Exception | None = None, at: int = 0) -> list[StandIn]:
         made: list[StandIn] = []
 
-        def capture(function: Callable[[Tensor], None]) -> StandIn:
+        def capture(function: Callable[[Tensor], None], warmup: int) -> StandIn:
+            assert warmup == 3
             made.append(StandIn(function, refusal, at))
             return made[-1]
 
@@ -136,12 +139,15 @@ def test_capture_on_means_or_else(base: Config, stand_in: Any) -> None:
         run(resolve(base, None, ["train.capture=on"]))
 
 
-def test_several_ranks_are_not_captured() -> None:
-    cuda = torch.device("cuda")
-    off = Config(train=Train(capture="off"))
-    assert device.why_no_graph(Config(), cuda, World(0, 1)) == ""
-    assert device.why_no_graph(Config(), cuda, World(1, 2)) == "a step of several ranks is not captured"
-    assert device.why_no_graph(off, cuda, World(0, 1)) == "train.capture is off"
+def test_which_ways_of_sharing_are_captured() -> None:
+    cuda, shared = torch.device("cuda"), Config(parallel=Parallel(cp=2))
+    assert device.why_no_graph(Config(), cuda) == device.why_no_graph(Config(), cuda, "ddp") == ""
+    assert "shards" in device.why_no_graph(Config(), cuda, "fsdp")
+    assert "parts of rows" in device.why_no_graph(shared, cuda, "ddp")
+    assert device.why_no_graph(Config(train=Train(capture="off")), cuda) == "train.capture is off"
+    forced = Config(train=Train(capture="on"))
+    with pytest.raises(ConfigError, match=r"train.capture='on' is not for parallel.mode='fsdp'"):
+        device.why_no_graph(forced, cuda, "fsdp")
 
 
 def test_without_cuda_nothing_is_captured_and_nothing_said(base: Config) -> None:

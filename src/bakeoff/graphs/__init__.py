@@ -4,8 +4,8 @@ Issuing a step's thousand kernels one by one costs the host more than a small mo
 once, the step is replayed by one call: the same kernels on the same addresses, new data in fixed buffers.
 """
 
-from bakeoff.graphs.capture import CapturedStep, capture_step
+from bakeoff.graphs.capture import CapturedStep, capture_step, capture_stream
 from bakeoff.graphs.not_capturable import NotCapturable
 from bakeoff.graphs.sync import forbid_sync
 
-__all__ = ["CapturedStep", "NotCapturable", "capture_step", "forbid_sync"]
+__all__ = ["CapturedStep", "NotCapturable", "capture_step", "capture_stream", "forbid_sync"]

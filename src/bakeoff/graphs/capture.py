@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from bakeoff.graphs.not_capturable import NotCapturable, blamed_line
 from bakeoff.graphs.watch import Watched, compare, watching
 
-__all__ = ["CapturedStep", "capture_step"]
+__all__ = ["CapturedStep", "capture_step", "capture_stream"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,7 +59,10 @@ def capture_step(
     loop over micro-batches, or capture forward and backward of one micro-batch and, between calls, zero
     gradients in place (``set_to_none=False``). A step may call ``torch.compile``d modules, but not with
     ``mode="reduce-overhead"``, which captures by itself. The selection regime is the caller's: enter
-    ``bakeoff.using(regime="graph")`` around the calls, warm-up included.
+    ``bakeoff.using(regime="graph")`` around the calls, warm-up included. Collectives of NCCL are captured
+    with the rest. DistributedDataParallel is made inside ``torch.cuda.stream(capture_stream(device))``, and
+    wants 11 calls or more of warm-up, as it times its first ten; `reset` the step before the process group
+    is destroyed, which waits for graphs.
 
     Two things are frozen without notice: a number multiplied in as ``loss * weight`` (make it a tensor),
     and a choice by Python's `random` that falls equal in both watched calls. Tensors that the step uses
@@ -106,7 +109,7 @@ class CapturedStep(Generic[P, R]):
         """Device memory held for the graph: its private pool and the input buffers. 0 before capture; memory
         that the driver keeps for the graph itself is not counted."""
         self._asked_pool: Any = pool  # torch has a name for this pair that only type checkers see
-        self._stream = _capture_stream(self.device)
+        self._stream = capture_stream(self.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Any = None
         self._inputs: list[Any] = []
@@ -262,8 +265,12 @@ class CapturedStep(Generic[P, R]):
 
 
 @functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures on a device: blocks of a shared pool belong to the stream they were made on."""
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a device: blocks of a shared pool belong to the stream they were made on.
+
+    What ties parameters to the current stream for good, as DistributedDataParallel does when it is made, must
+    be done on this one.
+    """
     return torch.cuda.Stream(device)
 
 

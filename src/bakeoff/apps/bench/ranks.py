@@ -26,7 +26,7 @@ from bakeoff.models import build
 
 __all__ = ["RanksRow", "run_ranks"]
 
-_STEPS, _EVERY, _FIRST = 40, 5, 2  # steps, of a line of metrics, and lines that are not timed
+_STEPS, _EVERY, _FIRST = 40, 5, 3  # steps, of a line of metrics, and lines that are not timed
 
 
 class RanksRow(msgspec.Struct, kw_only=True):

@@ -38,7 +38,7 @@ def placed(config: Config) -> Iterator[Placement]:
         joined(device, config.parallel.dead_after_s) as world,
     ):
         mode = spread_mode(config, world.size)
-        yield Placement(device, world, mode, why_no_graph(config, device, world))
+        yield Placement(device, world, mode, why_no_graph(config, device, mode))
 
 
 def pick_device(name: str) -> torch.device:
@@ -92,21 +92,25 @@ def spread_mode(config: Config, ranks: int) -> str:
             f"train.batch_size={train.batch_size} can't be shared by {groups} of "
             f"train.accumulate={train.accumulate} parts each: make it a multiple of {parts}"
         )
-    if train.capture == "on":
-        raise ConfigError("train.capture='on' is for one process: use auto or off with several ranks")
     return "ddp" if mode == "auto" else mode
 
 
-def why_no_graph(config: Config, device: torch.device, world: World) -> str:
+def why_no_graph(config: Config, device: torch.device, mode: str = "none") -> str:
     """Why steps can't be captured as a CUDA graph; "" where they can. Raises ConfigError where they must be
     and can't."""
     if config.train.capture == "off":
         return "train.capture is off"
+    why, fix = "", ""
     if device.type != "cuda":
-        if config.train.capture == "on":
-            raise ConfigError("train.capture='on' needs a CUDA device: use auto or off")
-        return "only CUDA has graphs"
-    return "" if world.size == 1 else "a step of several ranks is not captured"
+        why, fix = "only CUDA has graphs", "needs a CUDA device"
+    elif mode == "fsdp":
+        why = "shards are gathered by PyTorch's host code"
+        fix = "is not for parallel.mode='fsdp', whose shards PyTorch's host code gathers"
+    elif config.parallel.cp > 1:
+        why, fix = "ranks exchange parts of rows", f"is not for parallel.cp={config.parallel.cp}"
+    if why and config.train.capture == "on":
+        raise ConfigError(f"train.capture='on' {fix}: use auto or off")
+    return why
 
 
 @contextlib.contextmanager

@@ -150,13 +150,19 @@ def _step(context: Context) -> None:
 
 
 def _graph_known(context: Context, changed_regime: contextlib.ExitStack) -> bool:
-    """Reports whether steps are replayed from a graph, if that is known by now; where they are not, selects
-    anew, as the host's time counts from here on."""
-    captured = context.stepper.captured
-    if captured is not None and not captured.captured:
-        return False  # still warming up
+    """Reports whether steps are replayed from a graph, if that is known by now; where they are not, on every
+    rank, selects anew, as the host's time counts from here on."""
+    stepper = context.stepper
+    warming = stepper.captured is not None and not stepper.captured.captured
+    told = stepper.world.gather(None if warming else stepper.uncaptured)
+    refused = [(rank, why) for rank, why in enumerate(told) if why]
+    if refused and not stepper.uncaptured:
+        rank, why = refused[0]
+        stepper.give_up(f"rank {rank}: {why}")
+    if not refused and None in told:
+        return False
     report_graph(context)
-    if context.stepper.uncaptured:
+    if stepper.uncaptured:
         changed_regime.enter_context(using(regime="eager"))
         with context.timer.pause():
             select(context, tune=False)

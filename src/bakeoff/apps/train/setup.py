@@ -159,6 +159,7 @@ def set_up(
         )
         _prepare(context, inputs.start)
         yield context
+        stepper.release()
 
 
 def _model(

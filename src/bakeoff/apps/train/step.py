@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bakeoff import hardware
 from bakeoff.apps.train.config import Config, Optim
 from bakeoff.apps.train.fp8 import to_fp8
+from bakeoff.apps.train.result import TrainError
 from bakeoff.graphs import CapturedStep, NotCapturable, capture_step
 from bakeoff.models.byte_spectral import ByteSpectralLM
 from bakeoff.models.llm_med import LLMMed
@@ -23,6 +24,8 @@ from bakeoff.select.choose.policy import untuned
 
 __all__ = ["Stepper", "adamw", "learning_rate", "muon", "optimizer", "set_rate", "uses_bf16"]
 
+_DDP_WARMUP = 12
+"""Steps before a capture: DistributedDataParallel times its first ten, which a graph can't hold."""
 _RATE = "share_of_lr"
 """Key of a group whose rate is another than the schedule's: its multiple of that."""
 
@@ -172,15 +175,30 @@ class Stepper:
         try:
             self.captured(rows)
         except NotCapturable as why:
-            self.captured, self.uncaptured = None, str(why)
-            if not why.ran:
-                self.model.zero_grad(set_to_none=True)
-                self._step(rows)
+            self.give_up(str(why))
+            if why.ran:
+                return
+            if self.mode == "ddp":  # whose gradients were half on their way
+                raise TrainError(
+                    f"the step of several ranks can't be captured: {why}. Set train.capture=off"
+                ) from why
+            self.model.zero_grad(set_to_none=True)
+            self._step(rows)
 
     def capture(self) -> None:
-        """Replays the steps to come from one CUDA graph, from the fourth on; where that fails, `uncaptured`
-        says why."""
-        self.captured = capture_step(self._step)
+        """Replays the steps to come from one CUDA graph, after some that warm up; where that fails,
+        `uncaptured` says why."""
+        self.captured = capture_step(self._step, warmup=_DDP_WARMUP if self.mode == "ddp" else 3)
+
+    def give_up(self, why: str) -> None:
+        """Issues the steps to come one by one, and says `why`."""
+        self.release()
+        self.captured, self.uncaptured = None, why
+
+    def release(self) -> None:
+        """Gives the graph up, for which a process group that ends would wait."""
+        if self.captured is not None:
+            self.captured.reset()
 
     @property
     def graph_bytes(self) -> int:
