@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
-from bakeoff.parallel import RankError, attention, borders, dilated_attention
+from bakeoff.attention_backends.rows import BACKENDS, Backend
+from bakeoff.parallel import RankError, attention, blocks, borders, dilated_attention
 
 Ranks = Callable[..., None]
 
@@ -88,11 +89,14 @@ def in_parts(
     """The same of this rank's part."""
     q, k, v, dy = (x[:, low:high] for x in tensors[:4])
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    y, lse = dilated_attention(
+    made = dilated_attention(
         *inputs, cut.segments, cut.rates, mesh=dist.group.WORLD, causal=cut.causal, phase=cut.phase,
-        combine_grad=cut.combine_grad, cu_seqlens=cut.documents, return_lse=True, borders=ends,
-        **{"method": cut.method, **options},
+        combine_grad=cut.combine_grad, cu_seqlens=cut.documents, borders=ends,
+        **{"method": cut.method, "return_lse": True, **options},
     )  # fmt: skip
+    if isinstance(made, Tensor):
+        return made.detach(), *torch.autograd.grad((made.float() * dy).sum(), inputs)
+    y, lse = made
     seen = lse > -torch.inf
     loss = (y.float() * dy).sum() + (lse.masked_fill(~seen, 0) * tensors[4][..., low:high]).sum()
     return y.detach(), lse.detach(), *torch.autograd.grad(loss, inputs)
@@ -121,6 +125,33 @@ def equal_to_one_process(rank: int) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_parts_are_equal_to_one_process(ranks: Ranks, world: int) -> None:
     ranks(world, equal_to_one_process)
+
+
+def by_kernels(rank: int) -> None:
+    """With the kernel that CPUs have in the place of a GPU's; gradients of the lse go another way."""
+    asked: list[tuple[int, ...]] = []
+
+    def forward(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        asked.append(tuple(q.shape))
+        return BACKENDS["math"].forward(q, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "kernel", lambda q: "counted")
+        patch.setitem(BACKENDS, "counted", Backend(forward, BACKENDS["math"].backward))
+        for cut in CUTS:
+            ends = ends_of(cut, dist.get_world_size())
+            low, high = ends[rank : rank + 2]
+            tensors = drawn(cut)
+            y, lse, dq, dk, dv = whole(cut, [*tensors[:4], torch.zeros_like(tensors[4])])
+            got = in_parts(cut, tensors, low, high, ends, return_lse=False)
+            exact = y[:, low:high], dq[:, low:high], dk[:, low:high], dv[:, low:high]
+            for name, one, two in zip(("y", "dq", "dk", "dv"), got, exact, strict=True):
+                near(one, two, f"{name} of {cut}, ends {ends}, rank {rank}", 2e-6)
+    assert len(asked) > 20
+
+
+def test_blocks_by_an_attention_kernel_are_equal_to_one_process(ranks: Ranks) -> None:
+    ranks(2, by_kernels)
 
 
 def by_all_to_all(rank: int) -> None:

@@ -21,7 +21,11 @@ aten = torch.ops.aten
 
 
 class Backend(NamedTuple):
-    """Attention over rows [N, H, L, D] with its lse [N, H, L], and its backward given out and lse."""
+    """Attention over rows [N, H, L, D] with its lse [N, H, L], and its backward given out and lse.
+
+    Where it isn't causal, keys and values may have another L than queries; `out` and `lse` given to the
+    backward may be those of a softmax that has more keys beside these.
+    """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     """(q, k, v, causal, scale) -> out, lse"""
@@ -37,15 +41,16 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def _flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    L, seed = q.shape[2], q.new_zeros(2, dtype=torch.uint64)  # dropout's, which there is none of
+    seed = q.new_zeros(2, dtype=torch.uint64)  # dropout's, which there is none of
     found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse, None, None, L, L, 0.0, causal, seed, seed.new_empty(0), scale=scale
-    )
+        dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed.new_empty(0),
+        scale=scale,
+    )  # fmt: skip
     return found
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    if q.shape[2] == 1:  # it refuses single rows
+    if 1 in (q.shape[2], k.shape[2]):  # it refuses single rows
         out, lse = exact(_math)(q, k, v, causal, scale)
         return out.to(q.dtype), lse
     made = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
@@ -55,16 +60,17 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q.shape[2] == 1:
+    if 1 in (q.shape[2], k.shape[2]):
         dq, dk, dv = exact(_math_backward)(dout, q, k, v, out, lse, causal, scale)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     # PyTorch keeps cuDNN's plans by the strides of q, k and v alone. A plan that was made for a dout or out
     # laid out in another way reads this one's at the wrong places, and beyond its end.
     dout, out = laid_as(q, dout), laid_as(q, out)
-    L, seed = q.shape[2], q.new_zeros((), dtype=torch.int64)
+    seed = q.new_zeros((), dtype=torch.int64)
     found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
-        dout, q, k, v, out, lse[..., None], seed, seed, None, None, None, L, L, 0.0, causal, scale=scale
-    )
+        dout, q, k, v, out, lse[..., None], seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
+        scale=scale,
+    )  # fmt: skip
     return found
 
 

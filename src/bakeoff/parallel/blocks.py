@@ -2,6 +2,8 @@
 
 A block has queries and keys of one branch, and every block of every branch goes into one softmax: the
 mixture of branches by their log-sum-exp is just that. With `detached` mixing weights each branch has its own.
+On a GPU, blocks of 16 bits in which no row is missing go through PyTorch's attention kernels, which give each
+one's output, rounded once, and its log-sum-exp; all others through products of matrices in float32.
 """
 
 from collections.abc import Iterator
@@ -10,7 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Rows", "Slopes", "State", "finished", "started", "take", "take_back"]
+from bakeoff import hardware
+from bakeoff.attention_backends.inputs import readable, width_refused
+from bakeoff.attention_backends.rows import BACKENDS
+from bakeoff.select.declare.compiled import compiled
+
+__all__ = ["Rows", "Slopes", "State", "finished", "kernel", "started", "take", "take_back"]
 
 _SCORES = 1 << 26  # that exist at a time
 
@@ -30,6 +37,17 @@ class Rows(NamedTuple):
     """Which token each key is; beyond all queries' last where it is missing."""
     masked: bool
     """Whether any query may not see any key."""
+    whole: bool
+    """Whether no row is missing."""
+    diagonal: bool
+    """Whether the keys are the queries' own tokens."""
+    span: tuple[int, int] | None
+    """Where the queries of all segments follow on each other: the first, and one past the last."""
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether an attention kernel's mask, none or causal, is this block's."""
+        return self.whole and (self.diagonal or not self.masked)
 
 
 class State(NamedTuple):
@@ -45,6 +63,8 @@ class Slopes(NamedTuple):
     """Backward: what all blocks share, and the gradient of q that they add to; shapes as in `State`."""
 
     dy: Tensor
+    outputs: Tensor | None
+    """Where kernels may find `delta` by them: in q's dtype, of each softmax."""
     lse: Tensor
     delta: Tensor
     dq: Tensor
@@ -72,6 +92,15 @@ def finished(state: State) -> tuple[Tensor, Tensor, Tensor]:
 def take(state: State, rows: Rows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
     """Adds a block to `state`; k and v [segments, kv heads, rows, B, D]."""
     acc, top, total = (part[rows.branch % len(state.acc)] for part in state)
+    name = kernel(q) if rows.by_kernel else None
+    if name is not None:
+        query, key, value = _for_kernel(rows, q, k, v)
+        out, lse = BACKENDS[name].forward(query, key, value, rows.masked, scale)
+        out, lse = (x.unflatten(0, (q.shape[0], -1)) for x in (out, lse))
+        held = [_seen(x.flatten(2, 3), rows) for x in (acc, top, total)]
+        tokens = None if rows.span else _by_head(rows.queries, out.shape[2])
+        (_merged if q.is_cuda else _merge)(held[0], held[1], held[2], out, lse, tokens)
+        return
     heads = torch.arange(q.shape[2], device=q.device)[:, None]
     for n, part in _chunks(rows, q):
         t, key, value = rows.queries[n, :, part], k[n].to(acc.dtype), v[n].to(acc.dtype)
@@ -92,12 +121,15 @@ def take_back(
 ) -> tuple[Tensor, Tensor]:
     """Adds a block's share to the gradient of q; returns those of its k and v."""
     wide = slopes.dq.dtype
+    name = kernel(q) if rows.by_kernel and slopes.outputs is not None else None
+    if name is not None:
+        return _take_back_by(name, slopes, rows, q, k, v, scale)
     delta = slopes.delta[rows.branch % len(slopes.delta)]
     heads = torch.arange(q.shape[2], device=q.device)[:, None]
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for n, part in _chunks(rows, q):
         t, key, value = rows.queries[n, :, part], k[n].to(wide), v[n].to(wide)
-        query, dy = q[:, t, heads].to(wide), slopes.dy[:, t, heads]
+        query, dy = q[:, t, heads].to(wide), slopes.dy[:, t, heads].to(wide)
         scores = _scores(rows, n, part, query, key, scale)
         weights = torch.exp(scores - slopes.lse[:, t, heads][..., None])
         dv[n] += torch.einsum("bnhqgk,bnhqgd->nhkbd", weights, dy)
@@ -106,6 +138,97 @@ def take_back(
         dk[n] += torch.einsum("bnhqgk,bnhqgd->nhkbd", slope, query)
         slopes.dq[:, t, heads] += torch.einsum("bnhqgk,nhkbd->bnhqgd", slope, key)
     return dk, dv
+
+
+def kernel(q: Tensor) -> str | None:
+    """The attention kernel for blocks of these queries, or None."""
+    if not q.is_cuda or width_refused("flash", q.shape[-1], q.dtype):
+        return None
+    generation = hardware.generation(q.device.index)
+    if generation < 8:
+        return None
+    fastest = generation >= 9 and not torch.are_deterministic_algorithms_enabled()
+    return "cudnn" if fastest and not width_refused("cudnn", q.shape[-1], q.dtype) else "flash"
+
+
+def _take_back_by(
+    name: str, slopes: Slopes, rows: Rows, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`take_back` by the kernel `name`."""
+    assert slopes.outputs is not None
+    query, key, value = _for_kernel(rows, q, k, v)
+    own = slopes.outputs[rows.branch % len(slopes.outputs)]
+    dout, out, lse = (
+        _picked(x.flatten(2, 3), rows).flatten(0, 1).contiguous() for x in (slopes.dy, own, slopes.lse)
+    )
+    dq, dk, dv = BACKENDS[name].backward(dout, query, key, value, out, lse, rows.masked, scale)
+    dq = dq.unflatten(0, (q.shape[0], -1))
+    held = slopes.dq.flatten(2, 3)
+    if rows.span:
+        _seen(held, rows).add_(dq)
+    else:
+        at = (slice(None), _by_head(rows.queries, dq.shape[2]), _heads(held))
+        held[at] = held[at] + dq
+    shape = q.shape[0], -1
+    dk, dv = (
+        x.unflatten(1, (q.shape[2], -1)).sum(2, dtype=slopes.dq.dtype).unflatten(0, shape) for x in (dk, dv)
+    )
+    return dk.permute(1, 2, 3, 0, 4), dv.permute(1, 2, 3, 0, 4)
+
+
+def _for_kernel(rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """[B segments, heads, rows, D] of each, as kernels read them."""
+    parts = [x.permute(3, 0, 1, 2, 4).flatten(0, 1) for x in (k, v)]
+    if q.shape[3] > 1:
+        parts = [x.repeat_interleave(q.shape[3], 1) for x in parts]
+    return [readable(x) for x in (_picked(q.flatten(2, 3), rows).flatten(0, 1), *parts)]
+
+
+def _picked(x: Tensor, rows: Rows) -> Tensor:
+    """x [B, tokens + 1, heads(, D)] of a block's queries, [B, segments, heads, rows(, D)]."""
+    if rows.span:
+        return _seen(x, rows)
+    found: Tensor = x[:, _by_head(rows.queries, x.shape[2]), _heads(x)]
+    return found
+
+
+def _seen(x: Tensor, rows: Rows) -> Tensor:
+    """A view of x as `_picked` where queries follow on each other; all of x where they don't."""
+    if not rows.span:
+        return x
+    first, end = rows.span
+    apart: Tensor = x[:, first:end].unflatten(1, rows.queries.shape[::2])
+    return apart.transpose(2, 3)
+
+
+def _by_head(tokens: Tensor, heads: int) -> Tensor:
+    """Tokens [segments, kv heads or 1, rows] for all `heads`, unless they are one for all."""
+    return tokens if tokens.shape[1] == 1 else tokens.repeat_interleave(heads // tokens.shape[1], 1)
+
+
+def _heads(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[2], device=x.device)[:, None]
+
+
+def _merge(acc: Tensor, top: Tensor, total: Tensor, out: Tensor, lse: Tensor, tokens: Tensor | None) -> None:
+    """Adds a block's output and lse [B, segments, heads, rows(, D)] to a softmax that lies in the same way,
+    or, with `tokens`, to [B, tokens, heads(, D)] there."""
+    if tokens is None:
+        new = torch.maximum(top, lse)
+        kept, weight = torch.exp(top - new), torch.exp(lse - new)
+        acc.copy_(acc * kept[..., None] + weight[..., None] * out)
+        total.copy_(total * kept + weight)
+        top.copy_(new)
+        return
+    at = (slice(None), tokens, _heads(acc))
+    new = torch.maximum(top[at], lse)
+    kept, weight = torch.exp(top[at] - new), torch.exp(lse - new)
+    acc[at] = acc[at] * kept[..., None] + weight[..., None] * out
+    total[at] = total[at] * kept + weight
+    top[at] = new
+
+
+_merged = compiled(_merge)
 
 
 def _scores(rows: Rows, n: slice, part: slice, q: Tensor, k: Tensor, scale: float) -> Tensor:

@@ -52,21 +52,6 @@ class Layout(NamedTuple):
             for w in self.pattern.segments
         )
 
-    def phases_from(self, rank: int) -> list[list[int]] | None:
-        """Each branch's phases in a rank's part taken by itself; None where segments or documents
-        would begin elsewhere."""
-        low, high = self.part(rank)
-        if self.documents != (0, self.tokens):
-            return None
-        for w, r in zip(self.pattern.segments, self.pattern.rates, strict=True):
-            if min(w, self.tokens) < r:
-                return None
-            if low % w and low // w != (high - 1) // w:
-                return None
-        return [
-            [(phase - low % w) % r for phase in phases] for w, r, phases in zip(*self.pattern, strict=True)
-        ]
-
     def part(self, rank: int) -> tuple[int, int]:
         """The tokens of `rank`: first, and one past the last."""
         return self.borders[rank], self.borders[rank + 1]

@@ -1,12 +1,11 @@
 """Attention to rows of other ranks, which they send: own rows meanwhile, then each peer's, in a fixed order.
 
-Own rows go through the op's chosen kernels where a part, taken by itself, has the segments that it has in the
-whole. All other blocks go into one float32 softmax, and the two are mixed by their log-sum-exp. Backward
-returns the gradients of the exchanged rows to their owners, in float32.
+All blocks go into one softmax of float32 accumulators. Backward returns the gradients of the exchanged rows
+to their owners, in float32.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +18,6 @@ from bakeoff.parallel import blocks
 from bakeoff.parallel.blocks import Rows, Slopes
 from bakeoff.parallel.exchange import PAD, Block, Layout, needs, own_blocks
 from bakeoff.parallel.peers import Arrival, Peers
-from bakeoff.parallel.ulysses import attended
 
 __all__ = ["by_exchange"]
 
@@ -34,82 +32,25 @@ class _Call:
     detached: bool
     once: bool
     """Whether all peers' rows are asked for at once, and kept for backward."""
-    own: bool = True
-    """Whether blocks of this rank's own rows are computed beside those of its peers."""
 
 
 def by_exchange(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, peers: Peers, scale: float, detached: bool, once: bool
 ) -> tuple[Tensor, Tensor]:
     """(y, lse) of this rank's tokens; `once`: all rows are asked for at once, and kept for backward."""
-    phases = None if detached or not q.shape[1] else layout.phases_from(peers.rank)
-    if phases is not None and k.requires_grad == v.requires_grad:
-        return _beside_kernels(_Call(layout, peers, scale, False, once, own=False), q, k, v, phases)
-    return _Exchanged.apply(_Call(layout, peers, scale, detached, once), None, q, k, v)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _beside_kernels(
-    call: _Call, q: Tensor, k: Tensor, v: Tensor, phases: Sequence[Sequence[int]]
-) -> tuple[Tensor, Tensor]:
-    """(y, lse): own rows by the op's chosen kernels while those of the peers are on their way."""
-    lent = _Lent()
-    k, v = _Lend.apply(call, lent, k, v)  # type: ignore[no-untyped-call]
-    part = call.layout.part(call.peers.rank)
-    own, level = attended(q, k, v, call.layout, part, phases, call.scale, "exact", return_lse=True)
-    assert level is not None
-    others, other_level = _Exchanged.apply(call, lent, q, k, v)  # type: ignore[no-untyped-call]
-    top = torch.maximum(level, other_level).detach()
-    top = torch.where(top > -torch.inf, top, 0.0)
-    one, two = torch.exp(level - top), torch.exp(other_level - top)
-    total = one + two
-    seen = total > 0
-    total = torch.where(seen, total, 1.0)
-    y = ((one / total).mT[..., None] * own + (two / total).mT[..., None] * others).to(q.dtype)
-    return y, (top + total.log()).masked_fill(~seen, -torch.inf)
-
-
-class _Lent:
-    """Own rows of a call that are with peers: what these send in forward, and gradients on their way back."""
-
-    arriving: "_Arriving"
-
-    def __init__(self) -> None:
-        self.returns: list[Arrival] = []
-        self.slopes: tuple[Tensor, Tensor] | None = None
-
-
-class _Lend(torch.autograd.Function):
-    """Keys and values as they are: posts the exchange; backward, which runs last, takes in gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, lent: _Lent, k: Tensor, v: Tensor) -> Any:
-        lent.arriving = _Arriving(call, k, v)
-        ctx.call, ctx.lent = call, lent
-        return k.view_as(k), v.view_as(v)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> Any:
-        lent: _Lent = ctx.lent
-        if lent.slopes is None:  # nothing depends on what peers computed with these rows
-            return None, None, dk, dv
-        for arrival in lent.returns:
-            ctx.call.peers.add_returned(ctx.call.layout, arrival, *lent.slopes)
-        slopes = (x[:, : dk.shape[1]] + own for x, own in zip(lent.slopes, (dk, dv), strict=True))
-        lent.returns, lent.slopes = [], None
-        return None, None, *(x.to(dk.dtype) for x in slopes)
+    return _Exchanged.apply(_Call(layout, peers, scale, detached, once), q, k, v)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Exchanged(torch.autograd.Function):
-    """All branches over all ranks, or, of rows that are `lent`, over the other ranks, in autograd's graph."""
+    """All branches over all ranks, in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, lent: _Lent | None, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Any:
         L, me = q.shape[1], call.peers.rank
         grouped = _padded(q.unflatten(2, (k.shape[2], -1)))
         state = blocks.started(grouped, len(call.layout.pattern.rates) if call.detached else 1)
-        arriving = _Arriving(call, k, v) if lent is None else lent.arriving
-        for rows in _own(call.layout, me, q.device) if call.own else ():
+        arriving = _Arriving(call, k, v)
+        for rows in _own(call.layout, me, q.device):
             blocks.take(state, rows, grouped, *_local(rows, k, v), call.scale)
         kept = []
         for arrival in arriving:
@@ -117,20 +58,21 @@ class _Exchanged(torch.autograd.Function):
                 blocks.take(state, rows, grouped, *_of_peer(rows, arrival.rows), call.scale)
             kept += [arrival] if call.once else []
         outputs, y, lse = (x[:, :, :L] if x.dim() == 6 else x[:, :L] for x in blocks.finished(state))
-        lse = lse.flatten(2, 3)
-        ctx.call, ctx.lent, ctx.kept = call, lent, kept
-        ctx.save_for_backward(q, k, v, lse, outputs)
+        y, lse = y.to(q.dtype).flatten(2, 3), lse.flatten(2, 3)
+        ctx.call, ctx.kept = call, kept
+        ctx.save_for_backward(q, k, v, lse, y, outputs.to(q.dtype) if call.detached else None)
         ctx.set_materialize_grads(False)
-        y = y.flatten(2, 3)
-        return y.to(q.dtype) if lent is None else y, lse.mT.contiguous()
+        return y, lse.mT.contiguous()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> Any:
         call: _Call = ctx.call
-        q, k, v, lse, outputs = ctx.saved_tensors
+        q, k, v, lse, y, outputs = ctx.saved_tensors
         L, me, layout = q.shape[1], call.peers.rank, call.layout
         grouped = _padded(q.unflatten(2, (k.shape[2], -1)))
+        if outputs is None:
+            outputs = y.view_as(q[:, :L].unflatten(2, (k.shape[2], -1)))[None]
         slopes = _slopes(grouped, lse, outputs, dy, dlse)
         wide = slopes.dq.dtype
         dk, dv = (_padded(torch.zeros_like(x, dtype=wide)) for x in (k, v))
@@ -144,11 +86,6 @@ class _Exchanged(torch.autograd.Function):
             returns.append(call.peers.give_back(layout, arrival.step, gradients[:-1]))
             if not call.once and len(returns) > 1:
                 call.peers.add_returned(layout, returns.pop(0), dk, dv)
-        dq = slopes.dq[:, :L].flatten(2, 3).to(q.dtype)
-        lent: _Lent | None = ctx.lent
-        if lent is not None:
-            lent.returns, lent.slopes = returns, (dk, dv)
-            return None, None, dq, None, None
         heads = torch.arange(k.shape[2], device=k.device)[:, None]
         for rows in _own(layout, me, q.device):
             one, two = blocks.take_back(slopes, rows, grouped, *_local(rows, k, v), call.scale)
@@ -157,7 +94,7 @@ class _Exchanged(torch.autograd.Function):
         for arrival in returns:
             call.peers.add_returned(layout, arrival, dk, dv)
         dq = slopes.dq[:, :L].flatten(2, 3).to(q.dtype)
-        return None, None, dq, dk[:, :L].to(k.dtype), dv[:, :L].to(v.dtype)
+        return None, dq, dk[:, :L].to(k.dtype), dv[:, :L].to(v.dtype)
 
 
 class _Arriving:
@@ -183,13 +120,14 @@ class _Arriving:
 def _slopes(q: Tensor, lse: Tensor, outputs: Tensor, dy: Tensor | None, dlse: Tensor | None) -> Slopes:
     """What backward of every block needs. Rows that see nothing get lse = inf, and so weights of 0."""
     shape, wide = q[:, :-1].shape, lse.dtype
-    dy = torch.zeros(shape, dtype=wide, device=q.device) if dy is None else dy.to(wide).view(shape)
-    delta = (dy * outputs).sum(-1)
+    dy = q.new_zeros(shape) if dy is None else dy.to(q.dtype).view(shape)
+    delta = (dy.to(wide) * outputs).sum(-1)
     if dlse is not None:
         delta = delta - dlse.mT.reshape(shape[:-1])
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).view(shape[:-1])
     lse = torch.nn.functional.pad(lse, (0, 0, 0, 0, 0, 1), value=torch.inf)
-    return Slopes(_padded(dy), lse, _padded(delta, 2), torch.zeros_like(q, dtype=wide))
+    told = _padded(outputs, 2) if dlse is None and blocks.kernel(q) is not None else None
+    return Slopes(_padded(dy), told, lse, _padded(delta, 2), torch.zeros_like(q, dtype=wide))
 
 
 def _padded(x: Tensor, dim: int = 1) -> Tensor:
@@ -238,8 +176,20 @@ def _rows(layout: Layout, rank: int, block: Block, keys: NDArray[np.int64], devi
     last = block.queries if layout.causal else np.full_like(block.queries, layout.tokens)
     tokens = np.where(block.keys == PAD, layout.tokens + 1, block.keys)
     masked = bool(tokens.max(initial=0) > last.min(initial=layout.tokens))
+    whole = bool((block.queries != PAD).all() and (block.keys != PAD).all())
+    diagonal = np.array_equal(block.queries, block.keys)
     on = [_on(part, device) for part in (queries, keys, last, tokens)]
-    return Rows(block.branch, on[0], on[1], on[2], on[3], masked)
+    return Rows(
+        block.branch, on[0], on[1], on[2], on[3], masked, whole, diagonal, _span(queries) if whole else None
+    )
+
+
+def _span(rows: NDArray[np.int64]) -> tuple[int, int] | None:
+    """The first row and one past the last, where all heads have all rows between them in order."""
+    alike = rows[:, :1].ravel()
+    if not (rows == rows[:, :1]).all() or (np.diff(alike) != 1).any():
+        return None
+    return int(alike[0]), int(alike[-1]) + 1
 
 
 def _on(rows: NDArray[np.int64], device: torch.device) -> Tensor:

@@ -34,8 +34,8 @@ ALONE, TORCH = "alone", "torch ring"
 
 class ContextRow(msgspec.Struct, kw_only=True):
     """A method at one setting. `tokens` are a rank's, times the slowest rank's, bytes the busiest one's, and
-    `difference` is the largest distance of an output or gradient from one device's, relative to its norm, in
-    float32 with fewer tokens."""
+    `difference` is the largest distance of an output or gradient from what one device makes in float32 of the
+    same values, relative to its norm, with fewer tokens."""
 
     setting: str
     method: str
@@ -161,7 +161,7 @@ def _measure(row: ContextRow, setting: Setting, method: str, ranks: Together) ->
         if not plan.local:
             moved = plan.volumes[plan.method]
             row.received_bytes = moved.forward + moved.backward
-        row.difference = _difference(setting, method, ranks)
+        row.difference = _difference(setting, method, ranks, dtype)
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
     with _called(setting, method, ranks, dtype) as (forward, both):
@@ -249,23 +249,24 @@ def _torch_ring(
     return attend, parts, whole[3]
 
 
-def _difference(setting: Setting, method: str, ranks: Together) -> float:
-    """From one device's result, in float32, with a sixteenth of the tokens."""
+def _difference(setting: Setting, method: str, ranks: Together, dtype: torch.dtype) -> float:
+    """From one device's result in float32, with a sixteenth of the tokens."""
     size, tokens = ranks.world.size, max(64, setting.tokens // 16)
     shorter = max(1, setting.tokens // tokens)
     segments = tuple(s if s == _WHOLE else s // shorter for s in setting.segments)
     few = setting._replace(tokens=tokens, segments=segments, head_dim=min(setting.head_dim, 64))
     generator = torch.Generator(ranks.device).manual_seed(7)  # equal on all ranks
     shape = (1, tokens * size, few.heads, few.head_dim)
-    q, k, v, dy = (torch.randn(shape, device=ranks.device, generator=generator) for _ in range(4))
+    drawn = [torch.randn(shape, device=ranks.device, generator=generator) for _ in range(4)]
+    q, k, v, dy = (x.to(dtype).float() for x in drawn)
     whole = [x.requires_grad_() for x in (q, k, v)]
     y = _attending(few, ALONE, ranks)(*whole)
     wanted = [y.detach(), *torch.autograd.grad(y, whole, dy)]
     del y
     mine = slice(ranks.world.rank * tokens, (ranks.world.rank + 1) * tokens)
-    parts = [x.detach()[:, mine].contiguous().requires_grad_() for x in whole]
+    parts = [x.detach()[:, mine].to(dtype, copy=True).requires_grad_() for x in whole]
     y = _attending(few, method, ranks)(*parts)
-    found = [y.detach(), *torch.autograd.grad(y, parts, dy[:, mine].contiguous())]
+    found = [y.detach(), *torch.autograd.grad(y, parts, dy[:, mine].to(dtype, copy=True))]
     apart = [
         float((one - two[:, mine]).norm() / two[:, mine].norm())
         for one, two in zip(found, wanted, strict=True)
