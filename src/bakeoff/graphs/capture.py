@@ -19,6 +19,8 @@ __all__ = ["CapturedStep", "capture_step", "capture_stream"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_KEPT: list[torch.cuda.CUDAGraph] = []
+
 
 def capture_step(
     step: Callable[P, R],
@@ -136,6 +138,11 @@ class CapturedStep(Generic[P, R]):
         self._graph = self._result = self._spec = None
         self._inputs, self._described, self._watched, self._numbers = [], [], [], []
         self.calls = self.bytes = 0
+
+    def keep(self) -> None:
+        """Keeps the graph until the process ends: destroying one that waits for a lost rank never ends."""
+        if self._graph is not None:
+            _KEPT.append(self._graph)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         with torch.cuda.device(self.device):

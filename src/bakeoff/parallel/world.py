@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bakeoff.errors import BakeoffError
-from bakeoff.parallel.watch import Watch, raised
+from bakeoff.parallel.watch import RankError, Watch, raised
 
 __all__ = ["ALONE", "World", "joined", "launched", "local_rank", "own_device"]
 
@@ -124,12 +125,20 @@ def own_device(name: str) -> str:
     return f"cuda:{local_rank()}" if launched() > 1 and name.startswith("cuda") else name
 
 
+def _end_at_once() -> None:
+    """Ends a process that lost a rank: its GPU may wait for that, and whoever waits for the GPU then, too."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
 @contextlib.contextmanager
 def joined(device: torch.device, dead_after_s: float = 20.0) -> Iterator[World]:
     """The world that the launcher started (torchrun's environment), or the process group that exists already.
 
     NCCL carries CUDA tensors, gloo everything else. Inside, the death of a rank raises `RankError` on all
-    others, naming it. The process group stays until the process ends: a launcher's meeting place serves once.
+    others, naming it; on GPUs their processes then end with 1, whatever they do until then. The process group
+    stays until the process ends: a launcher's meeting place serves once.
     """
     size = launched()
     if size == 1:
@@ -153,7 +162,12 @@ def joined(device: torch.device, dead_after_s: float = 20.0) -> Iterator[World]:
     except BaseException as error:
         # Taking down a group that lost a rank may wait for that rank.
         atexit.unregister(dist.destroy_process_group)
-        raised(watch, error)
+        try:
+            raised(watch, error)
+        except RankError:
+            if device.type == "cuda":
+                atexit.register(_end_at_once)
+            raise
         raise
     finally:
         watch.close()

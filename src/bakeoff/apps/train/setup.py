@@ -158,8 +158,8 @@ def set_up(
             config, inputs.run_dir, lock, stepper, feed, inputs.held_out, metrics, Timer(clock, device)
         )
         _prepare(context, inputs.start)
-        yield context
-        stepper.release()
+        with stepper.ending():
+            yield context
 
 
 def _model(

@@ -13,7 +13,7 @@ from bakeoff import hardware
 from bakeoff.apps.train.config import Config, Optim
 from bakeoff.apps.train.fp8 import to_fp8
 from bakeoff.apps.train.result import TrainError
-from bakeoff.graphs import CapturedStep, NotCapturable, capture_step
+from bakeoff.graphs import CapturedStep, NotCapturable, capture_step, capture_stream
 from bakeoff.models.byte_spectral import ByteSpectralLM
 from bakeoff.models.llm_med import LLMMed
 from bakeoff.models.longnet import LongNetLM
@@ -192,13 +192,37 @@ class Stepper:
 
     def give_up(self, why: str) -> None:
         """Issues the steps to come one by one, and says `why`."""
-        self.release()
-        self.captured, self.uncaptured = None, why
-
-    def release(self) -> None:
-        """Gives the graph up, for which a process group that ends would wait."""
         if self.captured is not None:
             self.captured.reset()
+        self.captured, self.uncaptured = None, why
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Gives the graph up in the end, for which a process group that ends would wait; keeps it where an
+        error ends the run, which may have left a collective in it without its peer."""
+        try:
+            yield
+        except BaseException:
+            if self.captured is not None and self.world.size > 1:
+                self.captured.keep()
+            raise
+        if self.captured is not None:
+            self.captured.reset()
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Replicas accumulate gradients on the stream that they were made on."""
+        if self.mode != "ddp" or self.device.type != "cuda":
+            yield
+            return
+        own, current = capture_stream(self.device), torch.cuda.current_stream(self.device)
+        if own == current:
+            yield
+            return
+        own.wait_stream(current)
+        with torch.cuda.stream(own):
+            yield
+        current.wait_stream(own)
 
     @property
     def graph_bytes(self) -> int:
@@ -207,6 +231,10 @@ class Stepper:
 
     def _step(self, rows: Tensor, *, rehearsal: bool = False) -> None:
         """Everything that happens on the device; nothing here depends on the step's number."""
+        with self._own_stream():
+            self._make_step(rows, rehearsal)
+
+    def _make_step(self, rows: Tensor, rehearsal: bool) -> None:
         loss = torch.zeros((), device=self.device)
         parts = rows.split(self.part_rows)
         for number, part in enumerate(parts):
