@@ -17,7 +17,18 @@ from bakeoff.attention_backends.inputs import readable, width_refused
 from bakeoff.attention_backends.rows import BACKENDS
 from bakeoff.select.declare.compiled import compiled
 
-__all__ = ["Rows", "Slopes", "State", "finished", "kernel", "started", "take", "take_back"]
+__all__ = [
+    "Rows",
+    "Slopes",
+    "State",
+    "add_own",
+    "dotted",
+    "finished",
+    "kernel",
+    "started",
+    "take",
+    "take_back",
+]
 
 _SCORES = 1 << 26  # that exist at a time
 
@@ -78,15 +89,21 @@ def started(q: Tensor, branches: int) -> State:
     return State(acc, top, torch.zeros_like(top))
 
 
-def finished(state: State) -> tuple[Tensor, Tensor, Tensor]:
-    """(outputs of each softmax, their mixture, its log-sum-exp); queries that saw nothing give 0 and -inf."""
+def finished(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(outputs of each softmax, their mixture, in this dtype, and its log-sum-exp); queries that saw nothing
+    give 0 and -inf."""
+    if len(state.acc) == 1:
+        y, lse = (_divided if state.acc.is_cuda else _divide)(
+            state.acc[0], state.top[0], state.total[0], dtype
+        )
+        return y[None], y, lse
     seen = state.total > 0
     outputs = state.acc / torch.where(seen, state.total, 1.0)[..., None]
     each = torch.where(seen, state.top + state.total.log(), -torch.inf)
     best = each.amax(0)
     lse = each.sub(torch.where(best > -torch.inf, best, 0.0)).exp().sum(0).log() + best
     weights = torch.exp(each - torch.where(best > -torch.inf, lse, 0.0))
-    return outputs, (weights[..., None] * outputs).sum(0), lse
+    return outputs.to(dtype), (weights[..., None] * outputs).sum(0).to(dtype), lse
 
 
 def take(state: State, rows: Rows, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
@@ -158,22 +175,29 @@ def _take_back_by(
     assert slopes.outputs is not None
     query, key, value = _for_kernel(rows, q, k, v)
     own = slopes.outputs[rows.branch % len(slopes.outputs)]
-    dout, out, lse = (
-        _picked(x.flatten(2, 3), rows).flatten(0, 1).contiguous() for x in (slopes.dy, own, slopes.lse)
-    )
+    dout, out, lse = (_picked(x.flatten(2, 3), rows).flatten(0, 1) for x in (slopes.dy, own, slopes.lse))
+    dout, out, lse = readable(dout), readable(out), lse.contiguous()
     dq, dk, dv = BACKENDS[name].backward(dout, query, key, value, out, lse, rows.masked, scale)
     dq = dq.unflatten(0, (q.shape[0], -1))
-    held = slopes.dq.flatten(2, 3)
+    _add(slopes.dq.flatten(2, 3), rows, dq)
+    if q.shape[3] > 1:
+        dk, dv = (x.unflatten(1, (q.shape[2], -1)).sum(2, dtype=slopes.dq.dtype) for x in (dk, dv))
+    dk, dv = (x.unflatten(0, (q.shape[0], -1)).permute(1, 2, 3, 0, 4) for x in (dk, dv))
+    return dk, dv
+
+
+def add_own(x: Tensor, rows: Rows, part: Tensor) -> None:
+    """Adds [segments, kv heads, rows, B, D] to x [B, tokens + 1, kv heads, D] where a block's keys are own
+    tokens, and so its queries."""
+    _add(x, rows, part.permute(3, 0, 1, 2, 4))
+
+
+def _add(x: Tensor, rows: Rows, part: Tensor) -> None:
+    """Adds [B, segments, heads, rows, D] to x [B, tokens + 1, heads, D] at a block's queries."""
     if rows.span:
-        _seen(held, rows).add_(dq)
+        _seen(x, rows).add_(part)
     else:
-        at = (slice(None), _by_head(rows.queries, dq.shape[2]), _heads(held))
-        held[at] = held[at] + dq
-    shape = q.shape[0], -1
-    dk, dv = (
-        x.unflatten(1, (q.shape[2], -1)).sum(2, dtype=slopes.dq.dtype).unflatten(0, shape) for x in (dk, dv)
-    )
-    return dk.permute(1, 2, 3, 0, 4), dv.permute(1, 2, 3, 0, 4)
+        (_added_at if x.is_cuda else _add_at)(x, _by_head(rows.queries, x.shape[2]), part)
 
 
 def _for_kernel(rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -228,7 +252,29 @@ def _merge(acc: Tensor, top: Tensor, total: Tensor, out: Tensor, lse: Tensor, to
     top[at] = new
 
 
-_merged = compiled(_merge)
+def _divide(acc: Tensor, top: Tensor, total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The output of a softmax in this dtype, and its log-sum-exp."""
+    seen = total > 0
+    y = acc / torch.where(seen, total, 1.0)[..., None]
+    return y.to(dtype), torch.where(seen, top + total.log(), -torch.inf)
+
+
+def _add_at(x: Tensor, tokens: Tensor, part: Tensor) -> None:
+    """Adds [B, segments, heads, rows, D] to x [B, tokens, heads, D] at `tokens`."""
+    at = (slice(None), tokens, _heads(x))
+    x[at] = x[at] + part
+
+
+def _dot(dy: Tensor, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+    return (dy.to(dtype) * outputs).sum(-1)
+
+
+_merged, _divided, _added_at, _dotted = (compiled(f) for f in (_merge, _divide, _add_at, _dot))
+
+
+def dotted(dy: Tensor, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over features of dy times each softmax's output, in this dtype."""
+    return (_dotted if dy.is_cuda else _dot)(dy, outputs, dtype)  # type: ignore[no-any-return]
 
 
 def _scores(rows: Rows, n: slice, part: slice, q: Tensor, k: Tensor, scale: float) -> Tensor:

@@ -57,10 +57,10 @@ class _Exchanged(torch.autograd.Function):
             for rows in _remote(call.layout, me, arrival.source, q.device):
                 blocks.take(state, rows, grouped, *_of_peer(rows, arrival.rows), call.scale)
             kept += [arrival] if call.once else []
-        outputs, y, lse = (x[:, :, :L] if x.dim() == 6 else x[:, :L] for x in blocks.finished(state))
-        y, lse = y.to(q.dtype).flatten(2, 3), lse.flatten(2, 3)
+        outputs, y, lse = blocks.finished(state, q.dtype)
+        y, lse = y[:, :L].flatten(2, 3), lse[:, :L].flatten(2, 3)
         ctx.call, ctx.kept = call, kept
-        ctx.save_for_backward(q, k, v, lse, y, outputs.to(q.dtype) if call.detached else None)
+        ctx.save_for_backward(q, k, v, lse, y, outputs[:, :, :L] if call.detached else None)
         ctx.set_materialize_grads(False)
         return y, lse.mT.contiguous()
 
@@ -86,11 +86,10 @@ class _Exchanged(torch.autograd.Function):
             returns.append(call.peers.give_back(layout, arrival.step, gradients[:-1]))
             if not call.once and len(returns) > 1:
                 call.peers.add_returned(layout, returns.pop(0), dk, dv)
-        heads = torch.arange(k.shape[2], device=k.device)[:, None]
         for rows in _own(layout, me, q.device):
             one, two = blocks.take_back(slopes, rows, grouped, *_local(rows, k, v), call.scale)
-            dk[:, rows.keys, heads] += one.permute(3, 0, 1, 2, 4)
-            dv[:, rows.keys, heads] += two.permute(3, 0, 1, 2, 4)
+            blocks.add_own(dk, rows, one)
+            blocks.add_own(dv, rows, two)
         for arrival in returns:
             call.peers.add_returned(layout, arrival, dk, dv)
         dq = slopes.dq[:, :L].flatten(2, 3).to(q.dtype)
@@ -121,7 +120,7 @@ def _slopes(q: Tensor, lse: Tensor, outputs: Tensor, dy: Tensor | None, dlse: Te
     """What backward of every block needs. Rows that see nothing get lse = inf, and so weights of 0."""
     shape, wide = q[:, :-1].shape, lse.dtype
     dy = q.new_zeros(shape) if dy is None else dy.to(q.dtype).view(shape)
-    delta = (dy.to(wide) * outputs).sum(-1)
+    delta = blocks.dotted(dy, outputs, wide)
     if dlse is not None:
         delta = delta - dlse.mT.reshape(shape[:-1])
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).view(shape[:-1])
@@ -137,6 +136,11 @@ def _padded(x: Tensor, dim: int = 1) -> Tensor:
 
 def _local(rows: Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """A block's own keys and values, [segments, kv heads, rows, B, D]."""
+    if rows.span:
+        first, end = rows.span
+        cut = (x[:, first:end].unflatten(1, rows.keys.shape[::2]) for x in (k, v))
+        one, two = (x.permute(1, 3, 2, 0, 4) for x in cut)
+        return one, two
     t = rows.keys.clamp(max=k.shape[1] - 1)
     heads = torch.arange(k.shape[2], device=k.device)[:, None]
     return k[:, t, heads].permute(1, 2, 3, 0, 4), v[:, t, heads].permute(1, 2, 3, 0, 4)
