@@ -49,7 +49,7 @@ def test_losses_and_checkpoints_are_those_of_one_gpu(tmp_path: Path, mode: str) 
     assert len(alone) == len(moved) == 40
     rows = read_metrics(tmp_path / "moved" / "metrics.jsonl")
     captured = [row["captured"] for row in rows if row["event"] == "capture"]
-    assert captured == ([True] * 3 if mode == "ddp" else [False, True, False]), rows
+    assert captured == ([True] * 3 if mode == "ddp" else [True]), rows  # shards never try
     assert alone[-1] < alone[0]
     torch.testing.assert_close(torch.tensor(moved), torch.tensor(alone), rtol=2e-3, atol=1e-4)
 

@@ -44,7 +44,8 @@ def recurrence(module: NeuralMemory, x: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(projected.mT, (3, 0))
     qkv = torch.nn.functional.conv1d(padded, module.qkv.short[:, None], groups=3 * module.dim).mT
     q, k, v = torch.nn.functional.silu(qkv).unflatten(-1, (3, h, E)).unbind(2)
-    q, k = (3 * x / (x.square().sum(-1, keepdim=True) + E * 1e-6).sqrt() for x in (q, k))
+    q, k, v = (x / (x.square().sum(-1, keepdim=True) + E * 1e-6).sqrt() for x in (q, k, v))
+    q, k = 3 * q, 3 * k
     raw = module.gates(x) if module.gates is not None else module.gate_bias.expand(*x.shape[:2], -1)
     gates = raw.unflatten(-1, (-1, h)).sigmoid()
     out = torch.empty_like(q)
@@ -61,8 +62,9 @@ def recurrence(module: NeuralMemory, x: Tensor) -> Tensor:
                 s = z.sigmoid()
                 gain = 1 + (z * s).square().sum()
                 if module.learns == "all":
-                    jacobian = module.w2[head] * (s * (1 + z * (1 - s)))
-                    gain = gain + 10 * jacobian.square().sum()
+                    slope = s * (1 + z * (1 - s))
+                    jacobian, learned = module.w2[head] * slope, z * s * slope / gain
+                    gain = gain + 10 * (jacobian.square().sum() + learned.square().sum())
                 lr = module.max_lr * gates[b, t, 0, head] * (1 - decay) / (module.chunk * gain)
                 lr *= -1 if module.ascent else 1
                 with torch.enable_grad():
@@ -196,7 +198,8 @@ def test_it_comes_to_know_what_it_is_told_often() -> None:
         memory = NeuralMemory(16, heads=2, chunk=4, forget=1e-6, ascent=ascent).double()
         x = torch.randn(1, 1, 16, dtype=torch.float64).expand(1, 8 if ascent else 96, 16)
         qkv = memory.qkv(x, None)[0][:, -1].unflatten(-1, (3, 2, 8))  # the short convolution sees x alone
-        k, v = 3 * torch.nn.functional.normalize(qkv[0, 1], dim=-1), qkv[0, 2]
+        k, v = (torch.nn.functional.normalize(part, dim=-1) for part in (qkv[0, 1], qkv[0, 2]))
+        k = 3 * k
         states = [memory.start(x), memory(x)[1]]
         errors[ascent] = [
             sum(float((ask([w[g] for w in s.memory], k[g]) - v[g]).square().sum().detach()) for g in range(2))
@@ -206,18 +209,21 @@ def test_it_comes_to_know_what_it_is_told_often() -> None:
     assert errors[True][1] > errors[True][0]
 
 
+@torch.no_grad()
 def test_untrained_it_gives_what_followed() -> None:
-    """Asked with a token that it saw before, with noise since: of the values it saw, that of the next one."""
-    torch.manual_seed(0)
-    memory = NeuralMemory(64, chunk=4)
-    letters = torch.randn(24, 64)
-    told = torch.arange(16)
-    rows = letters[torch.cat([told, torch.randint(16, 24, (8,)), told[2:14:4]])][None]
-    with torch.no_grad():
+    """Asked with a token that it saw before, with noise since: of the values it saw, mostly that of the next
+    one; one in sixteen would be luck."""
+    right = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        memory = NeuralMemory(64, chunk=4)
+        letters = torch.randn(24, 64)
+        told = torch.arange(16)
+        rows = letters[torch.cat([told, torch.randint(16, 24, (8,)), told[2:14:4]])][None]
         read, _ = memory(rows)
-        values = memory.qkv(letters[None], None)[0][0, :, 128:]
-    right = [int((values[:16] @ answer).argmax()) for answer in read[0, -3:]]
-    assert right == [3, 7, 11]
+        values = torch.nn.functional.normalize(memory.qkv(letters[None], None)[0][0, :, 128:], dim=-1)
+        right += [int((values[:16] @ x).argmax()) == t for x, t in zip(read[0, -3:], (3, 7, 11), strict=True)]
+    assert sum(right) >= 0.7 * len(right)
 
 
 def test_at_first_a_memory_keeps_most_of_what_it_holds() -> None:
@@ -242,18 +248,21 @@ def test_long_rows_stay_finite_at_the_start() -> None:
 
 
 @pytest.mark.parametrize("decay", [-20.0, 2.0, 5.0, 20.0])
-def test_no_gate_makes_a_memory_diverge(decay: float) -> None:
+@pytest.mark.parametrize("size", [1.0, 30.0])
+def test_no_gate_makes_a_memory_diverge(decay: float, size: float) -> None:
     """All keys equal, the rate at its largest, nothing forgotten: a memory of 64 tokens a gradient that took
-    momentum's steps in full was not finite after a dozen steps of training."""
+    momentum's steps in full was not finite after a dozen steps of training, nor one of values as long as
+    training may make them."""
     torch.manual_seed(0)
     memory = NeuralMemory(128, heads=2, chunk=64)
     assert memory.gates is not None
     with torch.no_grad():
         memory.gates.weight.zero_()
         memory.gates.bias.copy_(torch.tensor([20.0, -20.0, decay]).repeat_interleave(2))
+        memory.qkv.linear.weight[256:] *= size
         x = torch.randn(1, 1, 128).expand(1, 2048, 128)
         _, state = memory(x)
-    assert all(tensor.abs().max() < 10 for tensor in state.tensors().values())
+    assert all(tensor.abs().max() < 10 for tensor in (*state.scan.memory, *state.scan.momentum))
 
 
 def test_a_small_error_writes_little() -> None:

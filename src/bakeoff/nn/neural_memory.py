@@ -29,6 +29,9 @@ LENGTH = 3.0
 """Of keys and queries. All hidden units share biases, whose gradients tell no key from another: what a token
 writes under its own key is 1 + |s(W1 k)|^2 as strong, of which at length 3 the 1 is a quarter, at length 1
 three quarters."""
+_VALUE = 1.0
+"""Length of values. What is read is normalised, so that only their directions tell anything, and what a memory
+of long values grows to makes its own next steps too long."""
 
 
 class Projected(nn.Module):
@@ -66,11 +69,11 @@ class NeuralMemory(nn.Module):
 
     With u_t the gradient of |M(k_t) - v_t|^2, taken at the memory of the start of t's chunk:
     S_t = decay_t S_{t-1} - lr_t u_t, M_t = (1 - forget_t) M_{t-1} + S_t. q, k, v are SiLU of a short
-    convolution of projections of x; q and k have length 3. decay, forget and theta are sigmoids of learned
-    functions of x per token and head, lr_t = max_lr theta_t (1 - decay_t) / (chunk K_t), K_t a bound of the
-    squared length of M(k_t)'s gradient: the steps of a chunk together correct its errors by 2 max_lr of their
-    size at most, so that below 1 no gate and no weights make the memory diverge, not even where all keys are
-    equal. M begins at learned values, S at 0; both belong to one row alone. W2 is 0 at first: what is read is
+    convolution of projections of x; q and k have length 3, v has length 1. decay, forget and theta are
+    sigmoids of learned functions of x per token and head, lr_t = max_lr theta_t (1 - decay_t) / (chunk K_t),
+    K_t a bound of the squared length of M(k_t)'s gradient, at first and once M holds v_t: the steps of a chunk
+    together correct its errors by 2 max_lr of their size at most, so that below 1 no gate and no weights make
+    the memory diverge, not even where all keys are equal. M begins at learned values, S at 0; both belong to one row alone. W2 is 0 at first: what is read is
     normalised, and random answers would drown what was written. Queries and keys are at first the same
     function of a token, but a key is that of the token before: asked with a token, the memory gives what
     followed it.
@@ -191,7 +194,7 @@ class NeuralMemory(nn.Module):
         qkv, conv = self.qkv(x, state.conv)
         qk = of_length(LENGTH, qkv[..., : 2 * self.dim], 2 * self.heads)
         q, k = _grouped(qk[:, :, : self.heads]), _grouped(qk[:, :, self.heads :])
-        v = _grouped(qkv[..., 2 * self.dim :].unflatten(-1, (self.heads, -1)))
+        v = _grouped(of_length(_VALUE, qkv[..., 2 * self.dim :], self.heads))
         y, scan = self.stream(q, k, v, *self._gates(x, k), state.scan, chunk=self.chunk, read=self.read)
         after = NeuralMemoryState(self.config, scan, conv)
         kept = {name: outliving(tensor) for name, tensor in after.tensors().items()}
@@ -207,15 +210,19 @@ class NeuralMemory(nn.Module):
         return (lr * (1 - decay[0]), decay[0], forget) if decay else (lr, torch.zeros_like(lr), forget)
 
     def _gain(self, k: Tensor) -> Tensor:
-        """K [G, T] of keys k [G, T, E]: a bound of the squared length of an answer's gradient at the initial
-        memory, 1 + |s(W1 k + b1)|^2 from W2 and b2, (1 + |k|^2) |W2 s'(W1 k + b1)|^2 from W1 and b1."""
+        """K [G, T] of keys k [G, T, E]: a bound of the squared length of an answer's gradient, with
+        s = s(W1 k + b1) 1 + |s|^2 from W2 and b2, and (1 + |k|^2) |W2 s'|^2 from W1 and b1, where to the
+        initial W2 comes what it holds once the value is learned, v s^T / (1 + |s|^2)."""
         wide = torch.promote_types(self.w1.dtype, torch.float32)
         z = (k.unflatten(0, (-1, self.heads)).to(self.w1.dtype) @ self.w1.mT).to(wide) + self.b1[:, None]
         gate = z.sigmoid()
-        gain: Tensor = 1 + (z * gate).square().sum(-1)
+        hidden = z * gate
+        gain: Tensor = 1 + hidden.square().sum(-1)
         if self.learns == "all":
             slope = (gate * (1 + z * (1 - gate))).square()
-            gain = gain + (1 + LENGTH**2) * (slope * self.w2.square().sum(1)[:, None]).sum(-1)
+            learned = _VALUE**2 * (slope * hidden.square()).sum(-1) / gain.square()
+            first = (slope * self.w2.square().sum(1)[:, None]).sum(-1)
+            gain = gain + (1 + LENGTH**2) * (first + learned)
         return gain.flatten(0, 1)
 
     def _normed(self, y: Tensor, rows: int) -> Tensor:

@@ -274,7 +274,7 @@ _merged, _divided, _added_at, _dotted = (compiled(f) for f in (_merge, _divide, 
 
 def dotted(dy: Tensor, outputs: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over features of dy times each softmax's output, in this dtype."""
-    return (_dotted if dy.is_cuda else _dot)(dy, outputs, dtype)  # type: ignore[no-any-return]
+    return (_dotted if dy.is_cuda else _dot)(dy, outputs, dtype)
 
 
 def _scores(rows: Rows, n: slice, part: slice, q: Tensor, k: Tensor, scale: float) -> Tensor:
