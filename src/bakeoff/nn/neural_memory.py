@@ -30,8 +30,8 @@ LENGTH = 3.0
 writes under its own key is 1 + |s(W1 k)|^2 as strong, of which at length 3 the 1 is a quarter, at length 1
 three quarters."""
 _VALUE = 1.0
-"""Length of values. What is read is normalised, so that only their directions tell anything, and what a memory
-of long values grows to makes its own next steps too long."""
+"""Length of values. What is read is normalised, so that only their directions tell anything; and a memory of
+long values grows until its own next steps are too long."""
 
 
 class Projected(nn.Module):
@@ -67,16 +67,16 @@ def of_length(length: float, x: Tensor, heads: int) -> Tensor:
 class NeuralMemory(nn.Module):
     """y_t = norm(M_t(q_t)), M a two-layer MLP per row and head that learns k_t -> v_t by gradient descent.
 
-    With u_t the gradient of |M(k_t) - v_t|^2, taken at the memory of the start of t's chunk:
-    S_t = decay_t S_{t-1} - lr_t u_t, M_t = (1 - forget_t) M_{t-1} + S_t. q, k, v are SiLU of a short
+    With u_t the gradient of |M(k_t) - v_t|^2, taken at the memory of the start of t's chunk: S_t =
+    decay_t S_{t-1} - lr_t u_t, M_t = (1 - forget_t) M_{t-1} + S_t. q, k, v are SiLU of a short
     convolution of projections of x; q and k have length 3, v has length 1. decay, forget and theta are
-    sigmoids of learned functions of x per token and head, lr_t = max_lr theta_t (1 - decay_t) / (chunk K_t),
-    K_t a bound of the squared length of M(k_t)'s gradient, at first and once M holds v_t: the steps of a chunk
-    together correct its errors by 2 max_lr of their size at most, so that below 1 no gate and no weights make
-    the memory diverge, not even where all keys are equal. M begins at learned values, S at 0; both belong to one row alone. W2 is 0 at first: what is read is
-    normalised, and random answers would drown what was written. Queries and keys are at first the same
-    function of a token, but a key is that of the token before: asked with a token, the memory gives what
-    followed it.
+    sigmoids of learned functions of x per token and head, lr_t = max_lr theta_t (1 - decay_t) / (chunk
+    K_t), K_t a bound of the squared length of M(k_t)'s gradient, at first and once M holds v_t: the steps
+    of a chunk together correct its errors by 2 max_lr of their size at most, so that below 1 no gate and
+    no weights make the memory diverge, not even where all keys are equal. M begins at learned values, S
+    at 0; both belong to one row alone. W2 is 0 at first: what is read is normalised, and random answers
+    would drown what was written. Queries and keys are at first the same function of a token, but a key is
+    that of the token before: asked with a token, the memory gives what followed it.
 
     Args:
         dim: D, a multiple of heads.
