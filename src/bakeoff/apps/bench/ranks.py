@@ -22,6 +22,7 @@ from bakeoff.apps.bench.together import Together, together
 from bakeoff.apps.train import Config, recipe, resolve, train
 from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.apps.train.step import uses_bf16
+from bakeoff.errors import BakeoffError
 from bakeoff.models import build
 
 __all__ = ["RanksRow", "run_ranks"]
@@ -106,9 +107,13 @@ def _trained(model: str, config: Config, mode: str, ranks: Together) -> RanksRow
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(ranks.device)
-        train(config)
+        done = train(config)
         lines = ranks.world.decide(lambda: _lines(folder / "run"))
         ranks.world.gather(None)  # rank 0's folder goes when all have read it
+    if done.signal:
+        raise KeyboardInterrupt
+    if done.skipped:
+        raise BakeoffError(f"{model}, {mode}: {done.skipped} of {done.steps} steps had no finite gradient")
     losses = [float(line["loss"]) for line in lines]
     speed = statistics.median(float(line["tokens_per_s"]) for line in lines[_FIRST:])
     batch, seq = config.train.batch_size, config.seq_len

@@ -96,9 +96,10 @@ def _scores(a, b, PRECISION: tl.constexpr):
         a_1, a_2 = tl.split(tl.reshape(a, (a.shape[0], a.shape[1] // 2, 2)))
         b_1, b_2 = tl.split(tl.reshape(b, (b.shape[0], b.shape[1] // 2, 2)))
         found = tl.dot(a_1, tl.trans(b_1), input_precision=PRECISION)
-        return found + tl.dot(a_2, tl.trans(b_2), input_precision=PRECISION)
+        found += tl.dot(a_2, tl.trans(b_2), input_precision=PRECISION)
     else:
-        return tl.dot(a, tl.trans(b), input_precision=PRECISION)
+        found = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    return found
 
 
 @triton.jit
