@@ -6,8 +6,9 @@ On a GPU, blocks of 16 bits in which no row is missing go through PyTorch's atte
 one's output, rounded once, and its log-sum-exp; all others through products of matrices in float32.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from bakeoff import hardware
 from bakeoff.attention_backends.inputs import readable, width_refused
 from bakeoff.attention_backends.rows import BACKENDS
 from bakeoff.select.declare.compiled import compiled
+from bakeoff.select.declare.installed import missing
 
 __all__ = [
     "Rows",
@@ -31,6 +33,24 @@ __all__ = [
 ]
 
 _SCORES = 1 << 26  # that exist at a time
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _quick(plain: Function) -> Function:
+    """`plain` as one kernel by torch.compile, where its first tensor is on a GPU for which that works."""
+    fast = compiled(plain)
+
+    @wraps(plain)
+    def run(x: Tensor, *rest: Any) -> Any:
+        return (fast if x.is_cuda and _compiles(str(x.device)) else plain)(x, *rest)
+
+    return cast("Function", run)
+
+
+@cache
+def _compiles(device: str) -> bool:
+    return missing("triton") is None and hardware.without_triton(device) is None
 
 
 class Rows(NamedTuple):
@@ -93,9 +113,7 @@ def finished(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """(outputs of each softmax, their mixture, in this dtype, and its log-sum-exp); queries that saw nothing
     give 0 and -inf."""
     if len(state.acc) == 1:
-        y, lse = (_divided if state.acc.is_cuda else _divide)(
-            state.acc[0], state.top[0], state.total[0], dtype
-        )
+        y, lse = _divide(state.acc[0], state.top[0], state.total[0], dtype)
         return y[None], y, lse
     seen = state.total > 0
     outputs = state.acc / torch.where(seen, state.total, 1.0)[..., None]
@@ -116,7 +134,7 @@ def take(state: State, rows: Rows, q: Tensor, k: Tensor, v: Tensor, scale: float
         out, lse = (x.unflatten(0, (q.shape[0], -1)) for x in (out, lse))
         held = [_seen(x.flatten(2, 3), rows) for x in (acc, top, total)]
         tokens = None if rows.span else _by_head(rows.queries, out.shape[2])
-        (_merged if q.is_cuda else _merge)(held[0], held[1], held[2], out, lse, tokens)
+        _merge(held[0], held[1], held[2], out, lse, tokens)
         return
     heads = torch.arange(q.shape[2], device=q.device)[:, None]
     for n, part in _chunks(rows, q):
@@ -197,7 +215,7 @@ def _add(x: Tensor, rows: Rows, part: Tensor) -> None:
     if rows.span:
         _seen(x, rows).add_(part)
     else:
-        (_added_at if x.is_cuda else _add_at)(x, _by_head(rows.queries, x.shape[2]), part)
+        _add_at(x, _by_head(rows.queries, x.shape[2]), part)
 
 
 def _for_kernel(rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -234,6 +252,7 @@ def _heads(x: Tensor) -> Tensor:
     return torch.arange(x.shape[2], device=x.device)[:, None]
 
 
+@_quick
 def _merge(acc: Tensor, top: Tensor, total: Tensor, out: Tensor, lse: Tensor, tokens: Tensor | None) -> None:
     """Adds a block's output and lse [B, segments, heads, rows(, D)] to a softmax that lies in the same way,
     or, with `tokens`, to [B, tokens, heads(, D)] there."""
@@ -252,6 +271,7 @@ def _merge(acc: Tensor, top: Tensor, total: Tensor, out: Tensor, lse: Tensor, to
     top[at] = new
 
 
+@_quick
 def _divide(acc: Tensor, top: Tensor, total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The output of a softmax in this dtype, and its log-sum-exp."""
     seen = total > 0
@@ -259,22 +279,17 @@ def _divide(acc: Tensor, top: Tensor, total: Tensor, dtype: torch.dtype) -> tupl
     return y.to(dtype), torch.where(seen, top + total.log(), -torch.inf)
 
 
+@_quick
 def _add_at(x: Tensor, tokens: Tensor, part: Tensor) -> None:
     """Adds [B, segments, heads, rows, D] to x [B, tokens, heads, D] at `tokens`."""
     at = (slice(None), tokens, _heads(x))
     x[at] = x[at] + part
 
 
-def _dot(dy: Tensor, outputs: Tensor, dtype: torch.dtype) -> Tensor:
-    return (dy.to(dtype) * outputs).sum(-1)
-
-
-_merged, _divided, _added_at, _dotted = (compiled(f) for f in (_merge, _divide, _add_at, _dot))
-
-
+@_quick
 def dotted(dy: Tensor, outputs: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over features of dy times each softmax's output, in this dtype."""
-    return (_dotted if dy.is_cuda else _dot)(dy, outputs, dtype)
+    return (dy.to(dtype) * outputs).sum(-1)
 
 
 def _scores(rows: Rows, n: slice, part: slice, q: Tensor, k: Tensor, scale: float) -> Tensor:
