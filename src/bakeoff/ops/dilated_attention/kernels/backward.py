@@ -15,7 +15,6 @@ from bakeoff.ops.dilated_attention.kernels.forward import (
     _place,
     _power,
     _rows,
-    _scores,
     _selected,
 )  # fmt: skip
 
@@ -92,7 +91,7 @@ def _branch_delta(
             at = j + tl.arange(0, BLOCK_N)
             token = base + rate * at
             key = _rows(k, base + rate * j, rate, at < count, k_t, True, D, WIDTH, ALIGN, BLOCK_N)
-            scores = _scores(query, key, PRECISION)
+            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
             seen = active[:, None] & (at < count)[None, :]
             if CAUSAL:
                 seen = seen & (token[None, :] <= rows[:, None])
@@ -168,7 +167,7 @@ def _query_slope(
     place = j + tl.arange(0, BLOCK_N)
     token = base + rate * place
     key = _rows(k, base + rate * j, rate, place < count, k_t, MASKED, D, WIDTH, ALIGN, BLOCK_N)
-    scores = _scores(query, key, PRECISION)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     p = _power(scores * scale - level[:, None], PRECISION)
     if MASKED:
         seen = active[:, None] & (place < count)[None, :]
@@ -272,7 +271,7 @@ def _key_slope(
     there = place < count
     query = _rows(q, base + rate * j, rate, there, q_t, MASKED, D, WIDTH, ALIGN, BLOCK_N)
     level = _level(tl.load(lse + token, mask=there, other=0.0), PRECISION)
-    scores = _scores(key, query, PRECISION)
+    scores = tl.dot(key, tl.trans(query), input_precision=PRECISION)
     p = _power(scores * scale - level[None, :], PRECISION)
     if MASKED:
         seen = active[:, None] & there[None, :]

@@ -90,19 +90,6 @@ def _forward(
 
 
 @triton.jit
-def _scores(a, b, PRECISION: tl.constexpr):
-    # a b'. Along the features a float32 product is one chain of sums; two of half the length round less.
-    if PRECISION == "ieee" and a.shape[1] > 16:
-        a_1, a_2 = tl.split(tl.reshape(a, (a.shape[0], a.shape[1] // 2, 2)))
-        b_1, b_2 = tl.split(tl.reshape(b, (b.shape[0], b.shape[1] // 2, 2)))
-        found = tl.dot(a_1, tl.trans(b_1), input_precision=PRECISION)
-        found += tl.dot(a_2, tl.trans(b_2), input_precision=PRECISION)
-    else:
-        found = tl.dot(a, tl.trans(b), input_precision=PRECISION)
-    return found
-
-
-@triton.jit
 def _power(x, PRECISION: tl.constexpr):
     # float32 keeps natural logarithms, whose small differences it rounds once; others come in powers of two.
     if PRECISION == "ieee":
@@ -193,7 +180,7 @@ def _attend(
     place = j + tl.arange(0, BLOCK_N)
     token = base + rate * place
     key = _rows(k, base + rate * j, rate, place < count, k_t, MASKED, D, WIDTH, ALIGN, BLOCK_N)
-    scores = _scores(query, key, PRECISION)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     if MASKED:
         seen = active[:, None] & (place < count)[None, :]
         if CAUSAL:
