@@ -105,6 +105,9 @@ def test_what_a_captured_graph_holds_is_captured_anew(
         def __call__(self, rows: torch.Tensor) -> None:
             self.step(rows)
 
+        def reset(self) -> None:
+            """There is nothing to give up."""
+
     class Captured(Stepper):
         def __call__(self, rows: torch.Tensor, lr: float) -> None:
             if not captures:
