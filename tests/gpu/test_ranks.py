@@ -40,8 +40,14 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("mode", "given"),
-    [("ddp", ()), ("fsdp", ()), ("ddp", ("optim.name=muon",)), ("ddp", ("model.dropout=0.1",))],
-    ids=["ddp", "fsdp", "muon", "dropout"],
+    [
+        ("ddp", ()),
+        ("fsdp", ()),
+        ("ddp", ("optim.name=muon",)),
+        ("ddp", ("optim.name=muon", "optim.share=true")),
+        ("ddp", ("model.dropout=0.1",)),
+    ],
+    ids=["ddp", "fsdp", "muon", "muon shared out", "dropout"],
 )
 def test_losses_and_checkpoints_are_those_of_one_gpu(
     tmp_path: Path, mode: str, given: tuple[str, ...]
@@ -55,7 +61,8 @@ def test_losses_and_checkpoints_are_those_of_one_gpu(
     assert len(alone) == len(moved) == 40
     rows = read_metrics(tmp_path / "moved" / "metrics.jsonl")
     captured = [row["captured"] for row in rows if row["event"] == "capture"]
-    assert captured == ([True] * 3 if mode == "ddp" else [True]), rows  # shards never try
+    whole = mode == "ddp" and "optim.share=true" not in given  # shards, and shared matrices, never try
+    assert captured == [True] * (3 if whole else 1), rows
     assert alone[-1] < alone[0]
     if "model.dropout=0.1" in given:  # which differs from rank to rank
         assert moved[-1] < moved[0]

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from bakeoff.apps.train import ConfigError, TrainError, device, resolve, setup, step, train
-from bakeoff.apps.train.config import Config, Data, Parallel, Select, Train
+from bakeoff.apps.train.config import Config, Data, Optim, Parallel, Select, Train
 from bakeoff.apps.train.metrics import read_metrics
 from bakeoff.graphs import NotCapturable
 from bakeoff.models import llm_med, longnet
@@ -144,6 +144,9 @@ def test_which_ways_of_sharing_are_captured() -> None:
     assert device.why_no_graph(Config(), cuda) == device.why_no_graph(Config(), cuda, "ddp") == ""
     assert "shards" in device.why_no_graph(Config(), cuda, "fsdp")
     assert "parts of rows" in device.why_no_graph(shared, cuda, "ddp")
+    muon = Config(optim=Optim(name="muon", share=True))
+    assert "Muon's matrices" in device.why_no_graph(muon, cuda, "ddp")
+    assert device.why_no_graph(muon, cuda) == ""
     assert device.why_no_graph(Config(train=Train(capture="off")), cuda) == "train.capture is off"
     forced = Config(train=Train(capture="on"))
     with pytest.raises(ConfigError, match=r"train.capture='on' is not for parallel.mode='fsdp'"):

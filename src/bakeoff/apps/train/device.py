@@ -106,6 +106,8 @@ def why_no_graph(config: Config, device: torch.device, mode: str = "none") -> st
     elif mode == "fsdp":
         why = "shards are gathered by PyTorch's host code"
         fix = "is not for parallel.mode='fsdp', whose shards PyTorch's host code gathers"
+    elif mode == "ddp" and config.optim.name == "muon" and config.optim.share:
+        why, fix = "ranks share out Muon's matrices", "is not for optim.share=true of several ranks"
     elif config.parallel.cp > 1:
         why, fix = "ranks exchange parts of rows", f"is not for parallel.cp={config.parallel.cp}"
     if why and config.train.capture == "on":
