@@ -82,8 +82,8 @@ class Rows(NamedTuple):
 
 
 class State(NamedTuple):
-    """Running softmaxes, [branches or 1, B, tokens + 1, kv heads, queries a kv head(, D)]; the last token
-    takes what is written for missing rows."""
+    """Running softmaxes, [branches or 1, B, tokens, kv heads, queries a kv head(, D)]; where rows are missing
+    there is a token more, which takes what is written for them."""
 
     acc: Tensor
     top: Tensor
@@ -102,7 +102,7 @@ class Slopes(NamedTuple):
 
 
 def started(q: Tensor, branches: int) -> State:
-    """Softmaxes of nothing yet for q [B, tokens + 1, kv heads, queries a kv head, D]."""
+    """Softmaxes of nothing yet for q [B, tokens, kv heads, queries a kv head, D]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     acc = q.new_zeros((branches, *q.shape), dtype=wide)
     top = q.new_full(acc.shape[:-1], -torch.inf, dtype=wide)
@@ -205,13 +205,13 @@ def _take_back_by(
 
 
 def add_own(x: Tensor, rows: Rows, part: Tensor) -> None:
-    """Adds [segments, kv heads, rows, B, D] to x [B, tokens + 1, kv heads, D] where a block's keys are own
+    """Adds [segments, kv heads, rows, B, D] to x [B, tokens, kv heads, D] where a block's keys are own
     tokens, and so its queries."""
     _add(x, rows, part.permute(3, 0, 1, 2, 4))
 
 
 def _add(x: Tensor, rows: Rows, part: Tensor) -> None:
-    """Adds [B, segments, heads, rows, D] to x [B, tokens + 1, heads, D] at a block's queries."""
+    """Adds [B, segments, heads, rows, D] to x [B, tokens, heads, D] at a block's queries."""
     if rows.span:
         _seen(x, rows).add_(part)
     else:
@@ -227,7 +227,7 @@ def _for_kernel(rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def _picked(x: Tensor, rows: Rows) -> Tensor:
-    """x [B, tokens + 1, heads(, D)] of a block's queries, [B, segments, heads, rows(, D)]."""
+    """x [B, tokens, heads(, D)] of a block's queries, [B, segments, heads, rows(, D)]."""
     if rows.span:
         return _seen(x, rows)
     found: Tensor = x[:, _by_head(rows.queries, x.shape[2]), _heads(x)]

@@ -47,7 +47,8 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> Any:
         L, me = q.shape[1], call.peers.rank
-        grouped = _padded(q.unflatten(2, (k.shape[2], -1)))
+        spare = _spare(call.layout, me, call.peers.size, q.device)
+        grouped = _padded(q.unflatten(2, (k.shape[2], -1)), spare)
         state = blocks.started(grouped, len(call.layout.pattern.rates) if call.detached else 1)
         arriving = _Arriving(call, k, v)
         for rows in _own(call.layout, me, q.device):
@@ -70,15 +71,18 @@ class _Exchanged(torch.autograd.Function):
         call: _Call = ctx.call
         q, k, v, lse, y, outputs = ctx.saved_tensors
         L, me, layout = q.shape[1], call.peers.rank, call.layout
-        grouped = _padded(q.unflatten(2, (k.shape[2], -1)))
+        spare = _spare(layout, me, call.peers.size, q.device)
+        grouped = _padded(q.unflatten(2, (k.shape[2], -1)), spare)
         if outputs is None:
-            outputs = y.view_as(q[:, :L].unflatten(2, (k.shape[2], -1)))[None]
-        slopes = _slopes(grouped, lse, outputs, dy, dlse)
+            outputs = y.unflatten(2, (k.shape[2], -1))[None]
+        slopes = _slopes(grouped, lse, outputs, dy, dlse, spare)
         wide = slopes.dq.dtype
-        dk, dv = (_padded(torch.zeros_like(x, dtype=wide)) for x in (k, v))
+        room = k.shape[0], L + spare, *k.shape[2:]
+        dk, dv = k.new_zeros(room, dtype=wide), k.new_zeros(room, dtype=wide)
         returns: list[Arrival] = []
         for arrival in ctx.kept if call.once else _Arriving(call, k, v):
-            gradients = _padded(torch.zeros_like(arrival.rows, dtype=wide), 0)
+            shape = len(arrival.rows) + 1, *arrival.rows.shape[1:]  # the last stands for missing rows
+            gradients = arrival.rows.new_zeros(shape, dtype=wide)
             for rows in _remote(layout, me, arrival.source, q.device):
                 one, two = blocks.take_back(slopes, rows, grouped, *_of_peer(rows, arrival.rows), call.scale)
                 gradients[rows.keys, 0] += one
@@ -116,22 +120,36 @@ class _Arriving:
             yield arrival
 
 
-def _slopes(q: Tensor, lse: Tensor, outputs: Tensor, dy: Tensor | None, dlse: Tensor | None) -> Slopes:
+def _slopes(
+    q: Tensor, lse: Tensor, outputs: Tensor, dy: Tensor | None, dlse: Tensor | None, spare: int
+) -> Slopes:
     """What backward of every block needs. Rows that see nothing get lse = inf, and so weights of 0."""
-    shape, wide = q[:, :-1].shape, lse.dtype
+    shape, wide = (q.shape[0], q.shape[1] - spare, *q.shape[2:]), lse.dtype
     dy = q.new_zeros(shape) if dy is None else dy.to(q.dtype).view(shape)
     delta = blocks.dotted(dy, outputs, wide)
     if dlse is not None:
         delta = delta - dlse.mT.reshape(shape[:-1])
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).view(shape[:-1])
-    lse = torch.nn.functional.pad(lse, (0, 0, 0, 0, 0, 1), value=torch.inf)
-    told = _padded(outputs, 2) if dlse is None and blocks.kernel(q) is not None else None
-    return Slopes(_padded(dy), told, lse, _padded(delta, 2), torch.zeros_like(q, dtype=wide))
+    told = _padded(outputs, spare, 2) if dlse is None and blocks.kernel(q) is not None else None
+    return Slopes(
+        _padded(dy, spare), told, _padded(lse, spare, fill=torch.inf), _padded(delta, spare, 2),
+        torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format),
+    )  # fmt: skip
 
 
-def _padded(x: Tensor, dim: int = 1) -> Tensor:
-    """`x` with one more row along `dim`, which stands for missing ones."""
-    return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, 1])
+def _padded(x: Tensor, spare: int, dim: int = 1, fill: float = 0.0) -> Tensor:
+    """`x` with `spare` more rows along `dim`, which stand for missing ones."""
+    if not spare:
+        return x
+    return torch.nn.functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, spare], value=fill)
+
+
+@lru_cache(maxsize=256)
+def _spare(layout: Layout, rank: int, size: int, device: torch.device) -> int:
+    """1 where a block of this rank lacks rows, which then are read and written behind the last token."""
+    found = [_own(layout, rank, device)]
+    found += [_remote(layout, rank, source, device) for source in range(size) if source != rank]
+    return int(not all(rows.whole for part in found for rows in part))
 
 
 def _local(rows: Rows, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
