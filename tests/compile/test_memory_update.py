@@ -78,7 +78,8 @@ def test_products_run_on_tensor_cores(name, target, dtype):
 @pytest.mark.parametrize("target", TARGETS)
 def test_elementwise_passes(name, target):
     built = compiled(name, target)
-    assert (built.spills, built.shared <= 8 << 10) == (0, True)
+    room = 16 << 10 if target == "gfx942" else 8 << 10  # sums over twice the threads a warp
+    assert (built.spills, built.shared <= room) == (0, True)
 
 
 def test_elementwise_passes_move_16_bytes_at_a_time():
