@@ -11,6 +11,8 @@ from bakeoff.ops.attention import kernels
 from bakeoff.ops.attention.op import OP, decode_supports
 
 CASES = {case.name: case for case in OP.cases() if not decode_supports(case)}
+SPILLS = {("decode 8 queries, window", "sm_80", kernels.Tiling(64, 16, 4, 1)): 8}
+"""Bytes of local memory that a thread needs; no default is among these."""
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 
 
@@ -66,7 +68,7 @@ def test_one_part_builds_without_spills(target: str) -> None:
 def test_every_tiling_builds(name: str, target: str) -> None:
     for tiling in kernels.tilings(CASES[name]):
         found = parts(CASES[name], target, tiling)
-        assert found.spills <= 8  # one of eight queries on sm_80; the default spills none
+        assert found.spills <= SPILLS.get((name, target, tiling), 0)
         assert found.shared <= SHARED_LIMIT[target] or tiling.stages > 2
 
 

@@ -78,7 +78,7 @@ def test_products_run_on_tensor_cores(name, target, dtype):
 @pytest.mark.parametrize("target", TARGETS)
 def test_elementwise_passes(name, target):
     built = compiled(name, target)
-    room = 16 << 10 if target == "gfx942" else 8 << 10  # sums over twice the threads a warp
+    room = 16 << 10 if (name, target) == ("_spread", "gfx942") else 8 << 10
     assert (built.spills, built.shared <= room) == (0, True)
 
 

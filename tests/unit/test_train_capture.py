@@ -132,7 +132,7 @@ def test_after_that_the_host_s_time_counts(
 
 
 def test_capture_on_means_or_else(base: Config, stand_in: Any) -> None:
-    with pytest.raises(ConfigError, match=r"train.capture='on' needs a CUDA device"):
+    with pytest.raises(ConfigError, match=r"train.capture='on' can't be had, only a CUDA device has graphs"):
         train(resolve(base, None, ["train.capture=on"]))
     stand_in(NotCapturable("the step waits for the device", ran=True), at=3)
     with pytest.raises(TrainError, match=r"can't be captured: the step waits for the device\. Set"):
@@ -149,7 +149,7 @@ def test_which_ways_of_sharing_are_captured() -> None:
     assert device.why_no_graph(muon, cuda) == ""
     assert device.why_no_graph(Config(train=Train(capture="off")), cuda) == "train.capture is off"
     forced = Config(train=Train(capture="on"))
-    with pytest.raises(ConfigError, match=r"train.capture='on' is not for parallel.mode='fsdp'"):
+    with pytest.raises(ConfigError, match=r"train.capture='on' can't be had, with parallel.mode='fsdp'"):
         device.why_no_graph(forced, cuda, "fsdp")
 
 

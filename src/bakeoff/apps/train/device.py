@@ -100,18 +100,17 @@ def why_no_graph(config: Config, device: torch.device, mode: str = "none") -> st
     and can't."""
     if config.train.capture == "off":
         return "train.capture is off"
-    why, fix = "", ""
+    why = ""
     if device.type != "cuda":
-        why, fix = "only CUDA has graphs", "needs a CUDA device"
+        why = "only a CUDA device has graphs"
     elif mode == "fsdp":
-        why = "shards are gathered by PyTorch's host code"
-        fix = "is not for parallel.mode='fsdp', whose shards PyTorch's host code gathers"
-    elif mode == "ddp" and config.optim.name == "muon" and config.optim.share:
-        why, fix = "ranks share out Muon's matrices", "is not for optim.share=true of several ranks"
+        why = "with parallel.mode='fsdp' PyTorch's host code gathers shards"
+    elif mode == "ddp" and config.optim.share:
+        why = "with optim.share=true ranks share out Muon's matrices"
     elif config.parallel.cp > 1:
-        why, fix = "ranks exchange parts of rows", f"is not for parallel.cp={config.parallel.cp}"
+        why = f"with parallel.cp={config.parallel.cp} ranks exchange parts of rows"
     if why and config.train.capture == "on":
-        raise ConfigError(f"train.capture='on' {fix}: use auto or off")
+        raise ConfigError(f"train.capture='on' can't be had, {why}: use auto or off")
     return why
 
 
