@@ -7,7 +7,7 @@ one's output, rounded once, and its log-sum-exp; all others through products of 
 """
 
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 from bakeoff import hardware
 from bakeoff.attention_backends.inputs import readable, width_refused
 from bakeoff.attention_backends.rows import BACKENDS
-from bakeoff.select.declare.compiled import compiled, compiles
+from bakeoff.select.declare.compiled import compiled
+from bakeoff.select.declare.installed import missing
 
 __all__ = [
     "Rows",
@@ -42,9 +43,14 @@ def _quick(plain: Function) -> Function:
 
     @wraps(plain)
     def run(x: Tensor, *rest: Any) -> Any:
-        return (fast if x.is_cuda and compiles(str(x.device)) else plain)(x, *rest)
+        return (fast if x.is_cuda and _compiles(str(x.device)) else plain)(x, *rest)
 
     return cast("Function", run)
+
+
+@cache
+def _compiles(device: str) -> bool:
+    return missing("triton") is None and hardware.without_triton(device) is None
 
 
 class Rows(NamedTuple):

@@ -18,7 +18,7 @@ from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case, TensorMeta
 from bakeoff.select.declare.installed import missing
 
-__all__ = ["compiled", "compiled_candidate", "compiler_missing", "compiles", "unlinkable"]
+__all__ = ["compiled", "compiled_candidate", "compiler_missing", "unlinkable"]
 
 log = logging.getLogger("bakeoff")
 _STATIC = 8
@@ -109,18 +109,8 @@ def compiler_missing(case: Case) -> str | None:
     """Why torch.compile can't generate code for this case's device, or None."""
     if any(isinstance(a, TensorMeta) and a.numel == 0 for a in case.args.values()):
         return "an empty tensor is not worth compiling for"
-    return _missing_on(case.device)
-
-
-@functools.cache
-def compiles(device: str) -> bool:
-    """Whether torch.compile can generate code for this device."""
-    return _missing_on(device) is None
-
-
-def _missing_on(device: str) -> str | None:
-    if device.startswith("cuda"):
-        why = missing("triton") or hardware.without_triton(device)
+    if case.device.startswith("cuda"):
+        why = missing("triton") or hardware.without_triton(case.device)
         return None if why is None else f"torch.compile needs triton on a GPU: {why}"
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None and shutil.which("clang++") is None:
