@@ -49,7 +49,7 @@ def lines(folder: Path) -> list[Line]:
             for op in {op for op, *_ in groups} - set(found):
                 way, regime = next(pair for pair in _WAYS if (op, *pair) in groups)
                 found[op] = _line(op, file.env, way, regime, groups[op, way, regime])
-    most = sorted(found.values(), key=lambda line: line.cells, reverse=True)[:MOST]
+    most = sorted(found.values(), key=lambda line: (-line.cells, line.op))[:MOST]
     return sorted((line for line in most if line.against_plain), key=lambda line: line.op)
 
 
