@@ -3,6 +3,10 @@
 import gzip
 import json
 import lzma
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from bakeoff.apps.compare.plans import tasks as task_runs
 from bakeoff.apps.compare.plans.entries import flops_per_byte
 from bakeoff.apps.compare.plans.render import markdown
 from bakeoff.apps.compare.plans.scoring import packed
+from bakeoff.apps.compare.plans.share import first_free
 from bakeoff.apps.train.data import held_out_rows, open_parts
 from bakeoff.models import build
 from tests.unit.verdicts import no_verdicts
@@ -299,6 +304,54 @@ def test_a_limit_ends_between_runs(folder: Path, tmp_path: Path) -> None:
     minutes = plan_of(small("llm-med-tiny", folder=folder), [Budget("minutes", 1.0)], seeds=3)
     carry_out(minutes, tmp_path / "none", stop_after=59.0, say=said.append, clock=lambda: 0.0)
     assert said[1:] == ["stopped, as asked, with 0 of 3 runs made: the same command goes on"]
+
+
+def test_processes_share_a_plan(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run is made once, those that follow from others' too; a claim is free once its process ended."""
+    made: list[str] = []
+
+    def make(run: Any, *_: Any) -> Finished:
+        made.append(run.key)
+        time.sleep(0.05)
+        return finished(run, 1.0 + run.rate, 2.0)
+
+    monkeypatch.setattr(sys.modules[carry_out.__module__], "_made_run", make)
+    plan = plan_of(small("llm-med-tiny", folder=folder, rates=(1e-3, 2e-3, 4e-3)), seeds=4)
+    out = tmp_path / "out"
+    ends = "import os, sys; from bakeoff.apps.compare.plans.share import *; from pathlib import Path\n"
+    ends += "with first_free(Path(sys.argv[1]), sys.argv[2:]) as key: print(key, flush=True); os._exit(1)"
+    first = plan.run(plan.entries[0], plan.settings[0], 1e-3, 0).key
+    died = subprocess.run([sys.executable, "-c", ends, out, first], capture_output=True, check=False)
+    assert died.stdout.decode().strip() == first
+    with ThreadPoolExecutor(3) as pool:
+        together = [
+            pool.submit(carry_out, plan, out, sleep=lambda _: time.sleep(0.01), say=lambda _: None)
+            for _ in range(3)
+        ]
+        records_of = [each.result() for each in together]
+    assert len(made) == len(set(made)) == len(read_runs(out)) == 6
+    assert all(record.rows == records_of[0].rows for record in records_of)
+    assert records.read_record(out).rows == records_of[0].rows  # type: ignore[union-attr]
+
+
+def test_waiting_for_others_ends_when_asked(folder: Path, tmp_path: Path) -> None:
+    plan = plan_of(small("llm-med-tiny", folder=folder), seeds=1)
+    out, said, waits = tmp_path / "out", [], []
+    ticks = iter(range(0, 10**6, 10))
+    carry_out(plan, out, stop_after=0.0, clock=lambda: next(ticks))  # makes nothing, knows the data's digest
+    run = next(iter(plan_with_digest(plan, out).missing({})))
+    with first_free(out, [run.key]) as key:
+        assert key == run.key
+        carry_out(plan, out, stop_after=45.0, say=said.append, clock=lambda: next(ticks), sleep=waits.append)
+    assert waits
+    assert said[-1] == "stopped, as asked, with 0 of 1 runs made: the same command goes on"
+
+
+def plan_with_digest(plan: Plan, out: Path) -> Plan:
+    """`plan` on the data that `out` knows."""
+    record = records.read_record(out)
+    assert record is not None
+    return msgspec.structs.replace(plan, digest=record.data_digest)
 
 
 def test_other_data_are_not_pooled(folder: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from bakeoff.apps.compare.plans.record import (
     write_record,
 )
 from bakeoff.apps.compare.plans.scoring import packed, validated
+from bakeoff.apps.compare.plans.share import first_free
 from bakeoff.apps.compare.plans.summary import outcomes, summarise
 from bakeoff.apps.compare.plans.tasks import learnt
 from bakeoff.apps.compare.quality import trained
@@ -36,6 +37,9 @@ __all__ = ["carry_out"]
 
 Hear = Callable[[str], None]
 
+_LOOK_S = 1.0
+"""Seconds between looks at what other processes have made."""
+
 
 def carry_out(
     plan: Plan,
@@ -45,6 +49,7 @@ def carry_out(
     say: Hear = lambda line: None,
     announce: Hear = lambda stage: None,
     clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Record:
     """Makes the runs of `plan` that `out` lacks, and sums them up.
 
@@ -53,12 +58,15 @@ def carry_out(
     known by its settings and data: what a changed plan still has in common with an earlier one isn't made
     again. A run that was interrupted goes on from its checkpoint.
 
+    Processes with the same plan and `out`, as one for each GPU, share the runs: each takes one that no other
+    is making, and all return when none is missing.
+
     Args:
         plan: from `Plan.of`.
         out: a folder for this plan alone.
         stop_after: seconds; no run starts that would not end within them, as far as is known.
         say: hears a line about every part done; announce: hears what is being done.
-        clock: seconds; tests pass a fake.
+        clock, sleep: seconds; tests pass fakes.
 
     Returns:
         The record as written.
@@ -79,20 +87,30 @@ def carry_out(
         say(f"only {least:,} bytes are held out, less than the {SCORED:,} that are advised: give more --data")
     held: set[tuple[str, int]] = set()
     longest: dict[tuple[str, Setting], float] = {}
-    while (run := next(plan.missing(done), None)) is not None:
-        expected = max(longest.get((run.entry.name, run.setting), 0.0), 60 * _minutes(run.setting))
-        if stop_after is not None and clock() - began + expected > stop_after:
-            made = _made(plan, done)
-            say(f"stopped, as asked, with {made} of {plan.size} runs made: the same command goes on")
-            break
-        started = clock()
-        done[run.key] = finished = _made_run(
-            run, out, device, held, announce, _made(plan, done) + 1, plan.size
-        )
-        add_run(out, finished)
+    while missing := {run.key: run for run in plan.missing(done)}:
+        with first_free(out, missing) as key:
+            done = read_runs(out)
+            if key in done:
+                continue  # another process made it just now
+            # Where others have all that is missing, what they find may decide what else is to be made.
+            expected = _expected(missing[key], longest) if key is not None else 0.0
+            if stop_after is not None and clock() - began + expected > stop_after:
+                made = _made(plan, done)
+                say(f"stopped, as asked, with {made} of {plan.size} runs made: the same command goes on")
+                break
+            if key is None:
+                announce("waiting for the runs of other processes")
+                sleep(_LOOK_S)
+                continue
+            run, started = missing[key], clock()
+            number = _made(plan, done) + 1
+            finished = _made_run(run, out, device, held, announce, number, plan.size)
+            add_run(out, finished)
         longest[run.entry.name, run.setting] = clock() - started
         say(_line(finished))
+        done = read_runs(out)
         _sum_up(plan, record, done, out)
+    _sum_up(plan, record, done, out)
     return record
 
 
@@ -100,8 +118,11 @@ def _made(plan: Plan, done: dict[str, Finished]) -> int:
     return sum(len(runs) for runs in outcomes(plan, done).values())
 
 
-def _minutes(setting: Setting) -> float:
-    return setting.budget.amount if setting.budget.kind == "minutes" else 0.0
+def _expected(run: Planned, longest: dict[tuple[str, Setting], float]) -> float:
+    """Seconds that it will last, as far as is known."""
+    budget = run.setting.budget
+    least = 60 * budget.amount if budget.kind == "minutes" else 0.0
+    return max(longest.get((run.entry.name, run.setting), 0.0), least)
 
 
 def _opened(plan: Plan, out: Path, device: torch.device) -> tuple[Plan, Record]:

@@ -9,6 +9,7 @@ import msgspec
 
 from bakeoff.apps.bench.results import Env
 from bakeoff.apps.compare.equal import CompareError
+from bakeoff.apps.compare.plans.share import locked
 
 __all__ = [
     "Finished",
@@ -121,10 +122,11 @@ def read_runs(out: Path) -> dict[str, Finished]:
 
 
 def add_run(out: Path, run: Finished) -> None:
-    """Adds a line for `run`, in the place of one that was cut off. It is on disk when this returns."""
+    """Adds a line for `run`, in the place of one that was cut off. It is on disk when this returns. Other
+    processes may add theirs at the same time."""
     path = out / "runs.jsonl"
     try:
-        with path.open("ab+") as file:
+        with locked(out, path.name), path.open("ab+") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1 if end else 0)
