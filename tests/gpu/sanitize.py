@@ -62,9 +62,7 @@ def examine(tool: str, op: str, limit_s: float, most: int = 0) -> Report:
     command = [program, "--tool", tool, "--error-exitcode", str(BROKEN)]
     command += ["--print-limit", "100000" if racing else "5"]
     if not racing:  # which fails on cuBLAS's kernels where it is told to leave them out
-        command += [
-            word for lib in CUBLAS for word in ("--kernel-name-exclude", f"kernel_substring={lib}")
-        ]
+        command += [word for lib in CUBLAS for word in ("--kernel-name-exclude", f"kernel_substring={lib}")]
     command += [sys.executable, "-m", "tests.gpu.sanitize", "run", op, "--most", str(most)]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])

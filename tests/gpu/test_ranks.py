@@ -60,9 +60,9 @@ def test_losses_and_checkpoints_are_those_of_one_gpu(
     alone, moved = losses(tmp_path / "alone"), losses(tmp_path / "moved")
     assert len(alone) == len(moved) == 40
     rows = read_metrics(tmp_path / "moved" / "metrics.jsonl")
-    captured = [row["captured"] for row in rows if row["event"] == "capture"]
+    reasons = [row["reason"] for row in rows if row["event"] == "capture"]  # "" where steps are captured
     whole = mode == "ddp" and "optim.share=true" not in given  # shards, and shared matrices, never try
-    assert captured == [True] * (3 if whole else 1), rows
+    assert reasons == [""] * (3 if whole else 1)
     assert alone[-1] < alone[0]
     if "model.dropout=0.1" in given:  # which differs from rank to rank
         assert moved[-1] < moved[0]

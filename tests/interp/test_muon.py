@@ -116,7 +116,8 @@ def test_a_matrix_with_nan_or_zero_leaves_the_others_alone() -> None:
 
 
 def test_symmetric_products_are_mirrored_and_scaled() -> None:
-    """Every tile of the other half, beside the whole product."""
+    """Every tile of the other half, beside the whole product. Tiles on the diagonal are one product, which
+    NumPy rounds as it likes."""
     x, add = torch.randn(2, 80, 48), torch.randn(2, 80, 80)
     add = add + add.mT
     out, scales = torch.full((2, 80, 80), math.nan), torch.tensor([0.5, 3.0])
@@ -126,7 +127,10 @@ def test_symmetric_products_are_mirrored_and_scaled() -> None:
     )  # fmt: skip
     want = (2.0 * x @ x.mT - 3.0 * add) * scales[:, None, None]
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-4)
-    assert torch.equal(out, out.mT)
+    tiles = out.unflatten(1, (5, 16)).unflatten(3, (5, 16))
+    for i in range(5):
+        for j in range(i):
+            assert torch.equal(tiles[:, i, :, j], tiles[:, j, :, i].mT)
 
 
 def test_supports_and_variants() -> None:

@@ -151,12 +151,12 @@ def read_record(out: Path) -> Record | None:
 def write_record(out: Path, record: Record) -> None:
     """Write it whole or not at all."""
     path, beside = out / "plan.json", out / f".plan.json.{os.getpid()}"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
-        beside.replace(path)
-    except OSError as error:
-        raise CompareError(f"can't write {path} ({error.strerror or error}): give a writable --out") from None
-    finally:
-        if beside.exists():
-            beside.unlink()
+    with locked(out, path.name):
+        try:
+            beside.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+            beside.replace(path)
+        except OSError as error:
+            why = error.strerror or error
+            raise CompareError(f"can't write {path} ({why}): give a writable --out") from None
+        finally:
+            beside.unlink(missing_ok=True)
