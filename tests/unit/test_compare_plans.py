@@ -89,7 +89,8 @@ def test_models_are_equal_but_for_what_they_say() -> None:
 
 def test_rows_are_as_long_for_models_of_any_length() -> None:
     first, second = entries(
-        ["llm-med-tiny", "byte-spectral layers=2 d_model=128 heads=4 attention_every=0"], device="cpu"
+        ["llm-med-tiny", "byte-spectral layers=2 d_model=128 heads=4 attention_every=0 qk_norm=false"],
+        device="cpu",
     )
     assert first.config.seq_len == second.config.seq_len == 256
     assert first.config.train.batch_size == second.config.train.batch_size == 8

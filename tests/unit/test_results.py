@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ import msgspec
 import pytest
 
 from bakeoff.apps import compare
+from bakeoff.apps.compare.plans import Outcome, read_runs
+from bakeoff.apps.compare.plans.record import read_record
 from bakeoff.select import find_op, registry
 
 ROOT = Path(__file__).parents[2]
@@ -236,6 +239,22 @@ def _newest_card(documents: dict[Path, dict[str, Any]]) -> str:
     return str(max(gpus, key=lambda env: str(env["date"]))["device"])
 
 
+def _plan_says_what_its_runs_say(folder: Path) -> None:
+    record, runs = read_record(folder), list(read_runs(folder).values())
+    assert record is not None
+    assert record.packed
+    lines = [line for row in record.rows for line in msgspec.convert(row, Outcome).lines]
+    assert lines
+    for line in lines:
+        own = [run for run in runs if (run.model, run.rate) == (line.model, line.rate)]
+        assert line.seeds == len(own) > 0
+        assert line.score == pytest.approx(statistics.fmean(run.score for run in own))  # type: ignore[type-var]
+        for rate, validation in line.tried.items():
+            assert validation in [
+                r.validation for r in runs if (r.model, r.rate) == (line.model, float(rate))
+            ]
+
+
 def test_committed_files() -> None:
     importlib.import_module("bakeoff.ops")
     page = (ROOT / "docs" / "results.md").read_text()
@@ -243,6 +262,8 @@ def test_committed_files() -> None:
     for path in sorted(RESULTS.rglob("*.json")):
         if path.name == "compare.json":
             assert compare.read(path.parent).verdict is not None
+        elif path.name == "plan.json":
+            _plan_says_what_its_runs_say(path.parent)
         else:
             documents[path] = json.loads(path.read_text())
     newest = _newest_card(documents)

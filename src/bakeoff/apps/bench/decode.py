@@ -23,7 +23,6 @@ from bakeoff.apps.bench import results
 from bakeoff.apps.bench.results import File, open_file
 from bakeoff.apps.bench.step import counted, source_hash
 from bakeoff.apps.bench.suites import chosen
-from bakeoff.apps.train import recipe
 from bakeoff.device import synchronize
 from bakeoff.models import build, byte_spectral, llm_med, longnet, titan_mac
 from bakeoff.select import using
@@ -121,9 +120,10 @@ def _plan(device: torch.device) -> Iterator[tuple[str, Made, int, str, str]]:
         yield "LLMMed tiny", tiny, 1, "eager", "float32"
         return
     small, base = llm_med.Config.sizes("small"), llm_med.Config.sizes("base")
+    spectral = byte_spectral.Config.sizes("small", filter="taps", taps=32, attention_every=6)
     models: dict[str, tuple[AnyConfig, tuple[int, ...]]] = {
         "LLMMed small": (small, (1, 16, 64)),
-        "ByteSpectralLM small": (recipe("byte-spectral").model, (1, 16, 64)),
+        "ByteSpectralLM small": (spectral, (1, 16, 64)),
         "LLMMed base": (base, (1, 16)),
         "TitanMAC byte": (titan_mac.Config.sizes("byte"), (1, 16)),
         "LongNetLM small": (longnet.Config.sizes("small"), (1, 16)),

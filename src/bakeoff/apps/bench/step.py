@@ -140,7 +140,7 @@ def _sized(device: str) -> list[tuple[str, Config, tuple[str, ...], int]]:
     bytes, as in published results."""
     if device.startswith("cuda"):
         sizes = [
-            ("LLMMed small", "llm-med", 48, 512, MODES, 20),
+            ("LLMMed small", "llm-med-published", 48, 512, MODES, 20),
             ("LLMMed base", "llm-med-base", 32, 1024, MODES, 5),
             ("TitanMAC seed", "titan-mac", 4, 512, OF_MEMORY, 5),
         ]
@@ -154,7 +154,9 @@ def _sized(device: str) -> list[tuple[str, Config, tuple[str, ...], int]]:
             for name, base, rows, seq, modes, steps in sizes
         ]
     given = ["train.batch_size=2", "train.seq_len=64"]
-    return [("LLMMed small", resolve(recipe("llm-med"), None, given), (PLAIN, "eager", "compiled"), 1)]
+    return [
+        ("LLMMed small", resolve(recipe("llm-med-published"), None, given), (PLAIN, "eager", "compiled"), 1)
+    ]
 
 
 def measured(

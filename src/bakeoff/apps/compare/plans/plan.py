@@ -151,9 +151,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _key(config: Config, setting: Setting, digest: str) -> str:
-    """A digest of everything that decides how a run ends; where it is written and on which device is left
-    out. Settings at their defaults don't count, so that new settings leave it as it is."""
+    """A digest of everything that decides how a run ends; what it is called, where it is written and on which
+    device are left out. Settings at their defaults don't count, so that new settings leave it as it is."""
     tree = _changed(config)
+    tree.pop("recipe", None)
     for name in ("run_dir", "resume", "device", "log_every"):
         tree.get("train", {}).pop(name, None)
     tree.pop("metrics", None)
