@@ -249,10 +249,8 @@ def _plan_says_what_its_runs_say(folder: Path) -> None:
         own = [run for run in runs if (run.model, run.rate) == (line.model, line.rate)]
         assert line.seeds == len(own) > 0
         assert line.score == pytest.approx(statistics.fmean(run.score for run in own))  # type: ignore[type-var]
-        for rate, validation in line.tried.items():
-            assert validation in [
-                r.validation for r in runs if (r.model, r.rate) == (line.model, float(rate))
-            ]
+        tried = {f"{run.rate:g}": run.validation for run in runs if run.model == line.model}
+        assert line.tried.items() <= tried.items()
 
 
 def test_committed_files() -> None:

@@ -153,10 +153,8 @@ def _sized(device: str) -> list[tuple[str, Config, tuple[str, ...], int]]:
             )
             for name, base, rows, seq, modes, steps in sizes
         ]
-    given = ["train.batch_size=2", "train.seq_len=64"]
-    return [
-        ("LLMMed small", resolve(recipe("llm-med-published"), None, given), (PLAIN, "eager", "compiled"), 1)
-    ]
+    small = resolve(recipe("llm-med-published"), None, ["train.batch_size=2", "train.seq_len=64"])
+    return [("LLMMed small", small, (PLAIN, "eager", "compiled"), 1)]
 
 
 def measured(
