@@ -40,6 +40,9 @@ OPTIONS = {
 }
 WAITING = frozenset({"lint", "dist", "gpu"})
 """Lanes that leave cores idle: for other processes, one after the other on one core, for a GPU."""
+NOT_PASSED_ON = frozenset({"TRITON_INTERPRET", "PYTHONDONTWRITEBYTECODE"})
+"""Variables that lanes don't hear of: what a lane sets itself, and what would make each of hundreds of processes
+compile the package and its tests anew."""
 QUICK = ["-m", "not exhaustive", "--hypothesis-profile", "quick"]
 EVERYTHING = ["--hypothesis-profile", "full"]
 
@@ -67,7 +70,7 @@ class Output:
 
     def run(self, command: list[str]) -> int:
         """The command's exit status."""
-        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        environment = {key: value for key, value in os.environ.items() if key not in NOT_PASSED_ON}
         error = None if self.file is None else subprocess.STDOUT
         return subprocess.run(
             command, cwd=ROOT, env=environment, stdout=self.file, stderr=error, check=False

@@ -161,6 +161,13 @@ def test_lanes_do_not_mix(lanes) -> None:
     assert any("dist, unit are separate processes" in line for line in lines)
 
 
+def test_what_was_compiled_once_is_kept(lanes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    status, _ = lanes("unit", unit_a=PASSES)
+    assert status == 0
+    assert list((tmp_path / "tests" / "unit" / "__pycache__").glob("test_a.*.pyc"))
+
+
 def test_interpreter_lane_refuses_a_compiled_triton(lanes) -> None:
     status, lines = lanes(pytest_arguments=("-p", "triton", "tests/interp"), interp_a=PASSES)
     assert status != 0
