@@ -9,6 +9,7 @@ itself, so that an access beyond one is seen. Exits with 1 where there is anythi
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def examine(tool: str, op: str, limit_s: float, most: int = 0) -> Report:
     told = [json.loads(line[len(MARK) :]) for line in done.stdout.splitlines() if line.startswith(MARK)]
     calls, launched = told[0] if told else ({}, 0)
     clean = done.returncode == 0 or (racing and done.returncode == BROKEN and only_others(done.stdout))
-    problem = "" if clean and told else f"status {done.returncode}\n{_tail(done)}"
+    problem = "" if clean and told else f"status {done.returncode}\n{_findings(done.stdout)}{_tail(done)}"
     if not problem and not launched:
         problem = "no kernel ran"
     return Report(op, calls, launched, time.perf_counter() - started, problem)
@@ -84,10 +85,21 @@ def examine(tool: str, op: str, limit_s: float, most: int = 0) -> Report:
 
 def only_others(said: str) -> bool:
     """Whether racecheck found races in others' kernels alone, and the program ended well."""
-    lines = said.splitlines()
-    races = [line for line in lines if "Race reported" in line]
-    failed = any("returned an error" in line or "Internal Sanitizer Error" in line for line in lines)
-    return bool(races) and not failed and all(any(other in line for other in OTHERS) for line in races)
+    failed = "returned an error" in said or "Internal Sanitizer Error" in said
+    races = _races(said)
+    return bool(races) and not failed and all(any(other in name for other in OTHERS) for name in races)
+
+
+def _races(said: str) -> Counter[str]:
+    """How many races racecheck reports, by kernel."""
+    return Counter(re.findall(r"Race reported between \w+ access at (.+?)\+0x", said))
+
+
+def _findings(said: str) -> str:
+    """A line for each kernel with races, ours first."""
+    found = _races(said).items()
+    ours = sorted(found, key=lambda pair: any(other in pair[0] for other in OTHERS))
+    return "".join(f"{count} races in {name[:120]}\n" for name, count in ours)
 
 
 def _tail(done: subprocess.CompletedProcess[str]) -> str:
