@@ -41,8 +41,8 @@ OPTIONS = {
 WAITING = frozenset({"lint", "dist", "gpu"})
 """Lanes that leave cores idle: for other processes, one after the other on one core, for a GPU."""
 NOT_PASSED_ON = frozenset({"TRITON_INTERPRET", "PYTHONDONTWRITEBYTECODE"})
-"""Variables that lanes don't hear of: what a lane sets itself, and what would make each of hundreds of processes
-compile the package and its tests anew."""
+"""Variables that lanes don't hear of: what a lane sets itself, and what would make hundreds of processes
+compile the package anew."""
 QUICK = ["-m", "not exhaustive", "--hypothesis-profile", "quick"]
 EVERYTHING = ["--hypothesis-profile", "full"]
 

@@ -4,12 +4,22 @@ import pytest
 import torch
 
 from aot import SHARED_LIMIT, TARGETS, build
-from bakeoff.ops.memory_scan.kernels import backward_keys, backward_queries, forward, gates, tiles, tilings
+from bakeoff.ops.memory_scan.kernels import (
+    PAIR,
+    backward_keys,
+    backward_queries,
+    forward,
+    gates,
+    tiles,
+    tilings,
+)
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 # Bytes of local memory a thread.
 SPILLS: dict[str, int] = {}
 TOKENS = {"q", "k", "v", "do", "o", "dq", "dk", "dv"}
+IN_TURN = ("_learn", "_to_states")
+"""What chunks wait for."""
 PRODUCTS = ["_learn", "_query_hidden", "_answers", "_from_answers", "_to_tokens", "_to_states"]
 CHUNKS = [*PRODUCTS, "_errors", "_to_errors", "_tables", "_tables_backward"]
 
@@ -24,7 +34,7 @@ def compiled(name, target, *, chunk=64, D=64, H=256, dtype=torch.bfloat16, tilin
     constants = {
         "CHUNK": chunk, "D": D, "H": H, "V": D, "SHIFT": shift, "BT": rows, "BE": 16, "BD": narrow,
         "BV": narrow, "BH": tiling.hidden, "PARTS": parts, "ALL_PARTS": parts + -(-D // 16),
-        "PRECISION": exact if target.startswith("sm") else "ieee",
+        "PRECISION": exact if target.startswith("sm") else "ieee", "TURNED": tiling.turned,
     }  # fmt: skip
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature = {
@@ -32,7 +42,8 @@ def compiled(name, target, *, chunk=64, D=64, H=256, dtype=torch.bfloat16, tilin
         for key in kernel.arg_names
         if key not in constants
     }
-    return build(kernel, signature, constants, target, num_warps=tiling.warps, num_stages=tiling.stages)
+    warps = tiling.warps if name in IN_TURN else PAIR
+    return build(kernel, signature, constants, target, num_warps=warps, num_stages=tiling.stages)
 
 
 @pytest.mark.parametrize("name", CHUNKS)
@@ -41,6 +52,25 @@ def test_chunks_of_64_fit_without_wgmma(name):
     assert "wgmma" not in built.assembly  # with which kernels read outside shared memory
     assert name not in PRODUCTS or "mma.sync" in built.assembly
     assert built.shared <= SHARED_LIMIT["sm_90"]
+
+
+@pytest.mark.parametrize("tiling", tilings(64)[1:3])
+@pytest.mark.parametrize("name", IN_TURN)
+def test_more_warps_do_without_wgmma_too(name, tiling):
+    built = compiled(name, "sm_90", D=384, H=1536, dtype=torch.float32, tiling=tiling)
+    assert "wgmma" not in built.assembly
+    assert "mma.sync" in built.assembly
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tiling", tilings(64)[1:])
+@pytest.mark.parametrize("name", IN_TURN)
+def test_every_tiling_fits(name, tiling, dtype, target):
+    built = compiled(name, target, D=384, H=1536, dtype=dtype, tiling=tiling)
+    assert "wgmma" not in built.assembly
+    assert built.shared <= SHARED_LIMIT[target]
 
 
 @pytest.mark.kernel(of=lambda name: name)

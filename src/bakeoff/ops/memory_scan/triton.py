@@ -10,6 +10,7 @@ from bakeoff.kernels.plan import Plan
 from bakeoff.kernels.triton import TritonKernel
 from bakeoff.kernels.variants import Tilings
 from bakeoff.ops.memory_scan.kernels import (
+    PAIR,
     Tiling,
     backward_keys,
     backward_queries,
@@ -56,9 +57,10 @@ class _Sizes:
             "CHUNK": self.chunk, "D": self.D, "H": self.H, "V": self.V, "T": self.T, "C": self.C,
             "BT": _power(self.chunk), "BE": _SUMS, "BH": self.BH,
             "BD": self.BD, "BV": self.BV, "SHIFT": self.shift, "PARTS": self.hidden,
-            "ALL_PARTS": self.hidden + self.sums_out, "PRECISION": _precision(q), "num_warps": tiling.warps,
-            "num_stages": tiling.stages,
+            "ALL_PARTS": self.hidden + self.sums_out, "PRECISION": _precision(q), "TURNED": tiling.turned,
+            "num_warps": PAIR, "num_stages": tiling.stages,
         }  # fmt: skip
+        self.chunk_by_chunk = {"num_warps": tiling.warps}
 
     def kept(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what the forward leaves for the backward: the states at chunks' starts and
@@ -141,7 +143,7 @@ def _fill(
     for c in range(-1, C):
         if c >= 0:
             _launch(plan, _errors, (G, sizes.sums_out), shared, c=c)
-        _launch(plan, _learn, (G, sizes.hidden), shared, c=c)
+        _launch(plan, _learn, (G, sizes.hidden), shared, c=c, **sizes.chunk_by_chunk)
     _launch(plan, _query_hidden, (G * C, sizes.hidden), shared)
     _launch(plan, _answers, (G * C, sizes.outputs), shared)
     _move(plan, _unpack, new, states, sizes, C)
@@ -231,7 +233,7 @@ def _fill_gradients(
     _move(plan, _pack, after, sides[0], s)
     for c in range(C, -1, -1):
         coming, going = sides
-        _launch(plan, _to_states, (G, s.hidden), shared, coming=coming, going=going, c=c)
+        _launch(plan, _to_states, (G, s.hidden), shared, coming=coming, going=going, c=c, **s.chunk_by_chunk)
         _launch(plan, _to_errors, (G, s.sums_out + s.sums_in), shared, coming=going, going=coming, c=c)
         sides = [going, coming]
     _move(plan, _unpack, before, sides[0], s)

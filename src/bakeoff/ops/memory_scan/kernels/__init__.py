@@ -9,7 +9,10 @@ momentum behind the memory.
 
 from typing import NamedTuple
 
-__all__ = ["Tiling", "tilings"]
+__all__ = ["PAIR", "Tiling", "tilings"]
+
+PAIR = 2
+"""Warps that wgmma has no use for."""
 
 
 class Tiling(NamedTuple):
@@ -18,11 +21,22 @@ class Tiling(NamedTuple):
     hidden: int
     width: int
     warps: int
+    """Of the kernels that follow each other chunk by chunk."""
     stages: int
+
+    @property
+    def turned(self) -> bool:
+        """Whether products over tokens are taken turned."""
+        return self.warps > PAIR
 
 
 def tilings(hidden: int) -> list[Tiling]:
-    """The default, then others. Always two warps, so that products are mma.sync: with wgmma, which takes four
-    warps and 64 rows, Triton 3.6 builds kernels here that read illegal addresses."""
-    narrow, wide = Tiling(16, 32, 2, 1), Tiling(32, 32, 2, 1)
-    return [narrow, wide] if hidden > 16 else [narrow]
+    """The default, then others.
+
+    Products must be mma.sync: with wgmma, which takes four warps and 64 rows, Triton 3.6 builds kernels here
+    that read illegal addresses. So two warps take products as they stand. More take those over tokens turned
+    (`turned`), with 16 or 32 rows, in the kernels that chunks wait for; the others keep two.
+    """
+    few = [Tiling(16, 32, PAIR, 1), Tiling(16, 32, 4, 1), Tiling(16, 16, 4, 1), Tiling(16, 32, 4, 2)]
+    many = [Tiling(32, 32, PAIR, 1), Tiling(32, 32, 8, 1), Tiling(16, 32, 8, 1)]
+    return few + many if hidden > 16 else few

@@ -10,11 +10,14 @@ import triton.language as tl
 from bakeoff.ops.memory_scan.kernels.tiles import (
     _length,
     _matrix,
+    _over_tokens,
     _product,
     _read_weights,
     _slope,
     _sum_of_parts,
+    _sums,
     _tile,
+    _upright,
     _vector,
     _write_weights,
 )
@@ -28,7 +31,7 @@ def _to_states(
     dlast, T: tl.int64, c: tl.int64, C: tl.int64,
     CHUNK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, SHIFT: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BE: tl.constexpr, BH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     # BH hidden units of one group a program. Of chunk c, whose dE is known: dZ, the part that these units
     # have in dk, and the gradients of the state before it. Of the chunk before that: dF and dh, and the part
@@ -56,19 +59,19 @@ def _to_states(
 
     handed = back + (((c % 2) * G + g) * 2) * CHUNK * H
     f_grad = _tile(handed, t, h, length, H)
-    arrived = _tile(handed + CHUNK * H, t, h, length, H)
     hidden, slope, bend = _slope(_tile(z + first * H, t, h, length, H))
     errors = _tile(a + first * H, t, h, length, H)
+    arrived = _upright(_tile(handed + CHUNK * H, t, h, length, H), TURNED)
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
-        weight = _tile(state + SECOND, u, h, V, H)
-        arrived = _product(_tile(de + first * V, t, u, length, V), weight, arrived, PRECISION)
-    z_grad = f_grad * errors * bend + arrived * slope
+        weight, given = _tile(state + SECOND, u, h, V, H), _tile(de + first * V, t, u, length, V)
+        arrived = _over_tokens(given, weight, arrived, PRECISION, TURNED)
+    z_grad = f_grad * errors * bend + _upright(arrived, TURNED) * slope
     learned = slope * errors
     asked = _tile(dzq + first * H, t, h, length, H)
 
     of_beta, of_push, of_kept = 0.0, 0.0, 0.0
-    memory, momentum = tl.zeros((BT, BH), tl.float32), tl.zeros((BT, BH), tl.float32)
+    memory, momentum = _sums(BT, BH, TURNED), _sums(BT, BH, TURNED)
     part = dk_parts + (g * programs + program) * CHUNK * D
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
@@ -77,10 +80,10 @@ def _to_states(
         of_beta += tl.sum(x * m)
         of_push += tl.sum(x * s)
         of_kept += tl.sum(y * s)
-        into = _product(z_grad, m, tl.zeros((BT, BD), tl.float32), PRECISION)
-        into = _product(-into_memory * learned, x, into, PRECISION)
-        into = _product(-into_momentum * learned, y, into, PRECISION)
-        _matrix(part, into, t, d, length, D)
+        into = _over_tokens(z_grad, m, _sums(BT, BD, TURNED), PRECISION, TURNED)
+        into = _over_tokens(-into_memory * learned, x, into, PRECISION, TURNED)
+        into = _over_tokens(-into_momentum * learned, y, into, PRECISION, TURNED)
+        _matrix(part, _upright(into, TURNED), t, d, length, D)
         question = _tile(q + first * D, t, d, length, D)
         s = pushed * x + kept * y
         if SHIFT >= 0:
@@ -90,8 +93,8 @@ def _to_states(
         _matrix(new_x, m, h, d, H, D)
         _matrix(new_y, s, h, d, H, D)
         key = _tile(k + before * D, t, d, before_length, D)
-        memory = _product(key, tl.trans(m), memory, PRECISION)
-        momentum = _product(key, tl.trans(s), momentum, PRECISION)
+        memory = _over_tokens(key, tl.trans(m), memory, PRECISION, TURNED)
+        momentum = _over_tokens(key, tl.trans(s), momentum, PRECISION, TURNED)
     x_1, y_1 = _vector(x_at + H * D, h, H), _vector(y_at + H * D, h, H)
     m_1, s_1 = _vector(state + H * D, h, H), _vector(state + P + H * D, h, H)
     of_beta += tl.sum(x_1 * m_1)
@@ -101,8 +104,8 @@ def _to_states(
     s_1 = pushed * x_1 + kept * y_1 + tl.sum(push * asked, 0)
     tl.store(new_x + H * D + h, m_1, mask=h < H)
     tl.store(new_y + H * D + h, s_1, mask=h < H)
-    memory += m_1[None, :]
-    momentum += s_1[None, :]
+    memory = _upright(memory, TURNED) + m_1[None, :]
+    momentum = _upright(momentum, TURNED) + s_1[None, :]
 
     handed = back + ((((c + 1) % 2) * G + g) * 2) * CHUNK * H
     hidden_before, slope_before, _ = _slope(_tile(z + before * H, t, h, before_length, H))
@@ -116,7 +119,7 @@ def _to_states(
     f_grad *= slope
     query, _, _ = _slope(_tile(zq + first * H, t, h, length, H))
     in_memory, in_momentum = -memory_before * hidden_before, -momentum_before * hidden_before
-    memory, momentum = tl.zeros((BT, BH), tl.float32), tl.zeros((BT, BH), tl.float32)
+    memory, momentum = _sums(BT, BH, TURNED), _sums(BT, BH, TURNED)
     part = de_parts + (g * programs + program) * CHUNK * V
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
@@ -135,16 +138,17 @@ def _to_states(
         _matrix(new_x + SECOND, m, u, h, V, H)
         _matrix(new_y + SECOND, s, u, h, V, H)
         error = _tile(e + before * V, t, u, before_length, V)
-        memory = _product(error, m, memory, PRECISION)
-        momentum = _product(error, s, momentum, PRECISION)
-        into = tl.trans(_tile(state_before + SECOND, u, h, V, H))
-        into = _product(f_before, into, tl.zeros((BT, BV), tl.float32), PRECISION)
-        into = _product(in_memory, tl.trans(m), into, PRECISION)
-        into = _product(in_momentum, tl.trans(s), into, PRECISION)
-        _matrix(part, into, t, u, before_length, V)
+        memory = _over_tokens(error, m, memory, PRECISION, TURNED)
+        momentum = _over_tokens(error, s, momentum, PRECISION, TURNED)
+        weight = tl.trans(_tile(state_before + SECOND, u, h, V, H))
+        into = _over_tokens(f_before, weight, _sums(BT, BV, TURNED), PRECISION, TURNED)
+        into = _over_tokens(in_memory, tl.trans(m), into, PRECISION, TURNED)
+        into = _over_tokens(in_momentum, tl.trans(s), into, PRECISION, TURNED)
+        _matrix(part, _upright(into, TURNED), t, u, before_length, V)
         if (c == C) & (program == 0):
             tl.store(new_x + LAST + u, _vector(x_at + LAST, u, V), mask=u < V)
             tl.store(new_y + LAST + u, _vector(y_at + LAST, u, V), mask=u < V)
+    memory, momentum = _upright(memory, TURNED), _upright(momentum, TURNED)
     h_before = -(memory_before * memory + momentum_before * momentum)
     if SHIFT >= 0:
         h_before += _tile(dh + before * H, t, h, before_length, H)

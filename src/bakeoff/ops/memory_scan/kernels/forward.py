@@ -6,10 +6,13 @@ import triton.language as tl
 from bakeoff.ops.memory_scan.kernels.tiles import (
     _length,
     _matrix,
+    _over_tokens,
     _product,
     _slope,
     _sum_of_parts,
+    _sums,
     _tile,
+    _upright,
     _vector,
     _write_weights,
 )
@@ -22,6 +25,7 @@ def _learn(
     k, states, gates, z, e, a, parts, T: tl.int64, c: tl.int64, C: tl.int64,
     CHUNK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     # BH hidden units of one group a program. From chunk c's errors E: A = E W2, then the weights before and
     # behind these units, in the next memory and momentum. From these Z = k W1' + b1 of the chunk behind it,
@@ -43,18 +47,19 @@ def _learn(
         gates + (g * C + c) * W * W, t, length, CHUNK
     )
 
-    carried = tl.zeros((BT, BH), tl.float32)
+    carried = _sums(BT, BH, TURNED)
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
-        weight = _tile(state + SECOND, u, h, V, H)
-        carried = _product(_tile(e + first * V, t, u, length, V), weight, carried, PRECISION)
+        weight, error = _tile(state + SECOND, u, h, V, H), _tile(e + first * V, t, u, length, V)
+        carried = _over_tokens(error, weight, carried, PRECISION, TURNED)
+    carried = _upright(carried, TURNED)
     _matrix(a + first * H, carried, t, h, length, H)
     hidden, slope, _ = _slope(_tile(z + first * H, t, h, length, H))
     slope *= carried
 
     for_memory, for_momentum = tl.trans(into_memory * slope), tl.trans(into_momentum * slope)
     none = tl.zeros((BH, BD), tl.float32)
-    ahead = tl.zeros((BT, BH), tl.float32)
+    ahead = _sums(BT, BH, TURNED)
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
         key, key_behind = _tile(k + first * D, t, d, length, D), _tile(k + behind * D, t, d, following, D)
@@ -63,17 +68,17 @@ def _learn(
         s = kept * s - _product(for_momentum, key, none, PRECISION)
         _matrix(new, m, h, d, units, D)
         _matrix(new + P, s, h, d, units, D)
-        ahead = _product(key_behind, tl.trans(m), ahead, PRECISION)
+        ahead = _over_tokens(key_behind, tl.trans(m), ahead, PRECISION, TURNED)
     bias, push = _vector(state + H * D, h, H), _vector(state + P + H * D, h, H)
     bias = beta * bias + pushed * push - tl.sum(into_memory * slope, 0)
     tl.store(new + H * D + h, bias, mask=h < units)
     tl.store(new + P + H * D + h, kept * push - tl.sum(into_momentum * slope, 0), mask=h < units)
-    ahead += bias[None, :]
+    ahead = _upright(ahead, TURNED) + bias[None, :]
     _matrix(z + behind * H, ahead, t, h, following, H)
 
     seen, _, _ = _slope(ahead)
     part = parts + (g * tl.num_programs(1) + tl.program_id(1)) * CHUNK * V
-    none, empty = tl.zeros((BV, BH), tl.float32), tl.zeros((BT, BV), tl.float32)
+    none, empty = tl.zeros((BV, BH), tl.float32), _sums(BT, BV, TURNED)
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
         error = _tile(e + first * V, t, u, length, V)
@@ -82,7 +87,8 @@ def _learn(
         s = kept * s - _product(tl.trans(into_momentum * error), hidden, none, PRECISION)
         _matrix(new + SECOND, m, u, h, outputs, H)
         _matrix(new + P + SECOND, s, u, h, outputs, H)
-        _matrix(part, _product(seen, tl.trans(m), empty, PRECISION), t, u, following, V)
+        answers = _over_tokens(seen, tl.trans(m), empty, PRECISION, TURNED)
+        _matrix(part, _upright(answers, TURNED), t, u, following, V)
 
 
 @triton.jit(do_not_specialize=["T", "c", "C"])

@@ -7,13 +7,16 @@ import triton.language as tl
 __all__ = [
     "_length",
     "_matrix",
+    "_over_tokens",
     "_pack",
     "_product",
     "_read_weights",
     "_slope",
     "_sum_of_parts",
+    "_sums",
     "_tile",
     "_unpack",
+    "_upright",
     "_vector",
     "_write_weights",
 ]
@@ -57,6 +60,31 @@ def _product(a, b, total, PRECISION: tl.constexpr):
         found = tl.dot(a_1, b_2, found)
         return total + tl.dot(a_1, b_1, found)
     return total + tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _sums(ROWS: tl.constexpr, COLUMNS: tl.constexpr, TURNED: tl.constexpr):
+    """Zeros to which `_over_tokens` adds."""
+    return tl.zeros((COLUMNS, ROWS), tl.float32) if TURNED else tl.zeros((ROWS, COLUMNS), tl.float32)
+
+
+@triton.jit
+def _over_tokens(a, b, total, PRECISION: tl.constexpr, TURNED: tl.constexpr):
+    """total + a b, where a has a row for each token. TURNED takes total' + b' a' instead, which has few rows,
+    so that more than two warps share it by mma.sync."""
+    if TURNED:
+        total = _product(tl.trans(b), tl.trans(a), total, PRECISION)
+    else:
+        total = _product(a, b, total, PRECISION)
+    return total
+
+
+@triton.jit
+def _upright(total, TURNED: tl.constexpr):
+    """What `_over_tokens` has summed, a row for each token."""
+    if TURNED:
+        total = tl.trans(total)
+    return total
 
 
 @triton.jit
