@@ -59,9 +59,9 @@ def _to_states(
 
     handed = back + (((c % 2) * G + g) * 2) * CHUNK * H
     f_grad = _tile(handed, t, h, length, H)
+    arrived = _upright(_tile(handed + CHUNK * H, t, h, length, H), TURNED)
     hidden, slope, bend = _slope(_tile(z + first * H, t, h, length, H))
     errors = _tile(a + first * H, t, h, length, H)
-    arrived = _upright(_tile(handed + CHUNK * H, t, h, length, H), TURNED)
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
         weight, given = _tile(state + SECOND, u, h, V, H), _tile(de + first * V, t, u, length, V)
