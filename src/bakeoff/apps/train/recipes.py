@@ -12,11 +12,11 @@ __all__ = ["RECIPES", "recipe"]
 
 
 def llm_med_tiny() -> Config:
-    """About a minute on 4 CPU cores: the schedule follows the clock."""
+    """About a minute on 4 CPU cores: the schedule follows the clock. With QK-norm, and Muon."""
     return Config(
         recipe="llm-med-tiny",
-        model=llm_med.Config.sizes("tiny"),
-        optim=Optim(lr=3e-3, warmup=0.05),
+        model=llm_med.Config.sizes("tiny", qk_norm=True),
+        optim=Optim(name="muon", lr=3e-3, warmup=0.05),
         train=Train(steps=0, max_seconds=60.0, batch_size=8, log_every=50, checkpoint_every=0),
         select=Select(budget_s=20.0),
     )
@@ -68,8 +68,9 @@ def byte_spectral_small() -> Config:
 
 
 def titan_mac_tiny() -> Config:
-    """As llm-med-tiny, attending within segments of 64 bytes, with memories of a chunk of 64 beyond them."""
-    base = llm_med_tiny()
+    """As llm-med-tiny by AdamW, attending within segments of 64 bytes, with memories of a chunk of 64 beyond
+    them."""
+    base = _by_adamw(llm_med_tiny())
     return msgspec.structs.replace(base, recipe="titan-mac-tiny", model=titan_mac.Config.sizes("tiny"))
 
 
@@ -84,8 +85,8 @@ def titan_mac_seed() -> Config:
 
 
 def longnet_tiny() -> Config:
-    """As llm-med-tiny, attending to 64 bytes densely and to every fourth of 256."""
-    base = llm_med_tiny()
+    """As llm-med-tiny by AdamW, attending to 64 bytes densely and to every fourth of 256."""
+    base = _by_adamw(llm_med_tiny())
     return msgspec.structs.replace(base, recipe="longnet-tiny", model=longnet.Config.sizes("tiny"))
 
 
@@ -97,6 +98,11 @@ def longnet_small() -> Config:
         optim=Optim(lr=1e-3),
         train=Train(steps=2000, batch_size=12, eval_every=500),
     )
+
+
+def _by_adamw(config: Config) -> Config:
+    """`config` with AdamW, which these models were tried with."""
+    return msgspec.structs.replace(config, optim=msgspec.structs.replace(config.optim, name="adamw"))
 
 
 RECIPES: dict[str, Callable[[], Config]] = {
