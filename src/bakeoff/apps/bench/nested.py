@@ -76,7 +76,8 @@ def plan_for(device: str) -> Plan:
         return Plan(resolve(recipe("llm-med-published"), None, given), (5e-4, 1e-3, 2e-3), (0, 1))
     given = [
         "model.qk_norm=false", "model.d_model=64", "model.layers=2", "model.heads=4", "train.seq_len=64",
-        "train.batch_size=16", "train.steps=400", "train.max_seconds=0", "optim.warmup=0.05", "train.eval_rows=256",
+        "train.batch_size=16", "train.steps=400", "train.max_seconds=0", "train.eval_rows=256",
+        "optim.warmup=0.05",
     ]  # fmt: skip
     return Plan(resolve(recipe("llm-med-tiny"), None, given), (2.5e-3, 5e-3, 1e-2), (0, 1))
 
