@@ -54,7 +54,7 @@ def test_chunks_of_64_fit_without_wgmma(name):
     assert built.shared <= SHARED_LIMIT["sm_90"]
 
 
-@pytest.mark.parametrize("tiling", tilings(64)[1:3])
+@pytest.mark.parametrize("tiling", tilings(64)[1:2])
 @pytest.mark.parametrize("name", IN_TURN)
 def test_more_warps_do_without_wgmma_too(name, tiling):
     built = compiled(name, "sm_90", D=384, H=1536, dtype=torch.float32, tiling=tiling)

@@ -6,6 +6,7 @@ ends, so a run whose process died is made by another.
 
 import contextlib
 import fcntl
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 from bakeoff.apps.compare.equal import CompareError
 
 __all__ = ["first_free", "locked"]
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -41,11 +44,15 @@ def _lock(path: Path, how: int) -> Iterator[bool]:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise CompareError(f"can't write {path} ({error.strerror or error}): give a writable --out") from None
+    mine = True
     try:
         fcntl.flock(file, how)
-        mine = True
     except BlockingIOError:
         mine = False
+    except OSError as error:
+        log.warning(
+            "%s can't be locked (%s): let one process alone make this plan's runs", path, error.strerror
+        )
     try:
         yield mine
     finally:
