@@ -192,6 +192,8 @@ def test_a_run_is_known_by_what_decides_how_it_ends() -> None:
     assert key(["metrics.tensorboard=true", "train.log_every=7"]) == run.key
     (elsewhere,) = entries(["llm-med-tiny"], SMALL, rates=(1e-3,), data="elsewhere", device="cpu")
     assert plan.run(elsewhere, setting, 1e-3, 0).key == run.key
+    renamed = msgspec.structs.replace(entry, config=msgspec.structs.replace(entry.config, recipe="other"))
+    assert plan.run(renamed, setting, 1e-3, 0).key == run.key
     others = [
         key(["optim.clip=2"]),
         key(["model.logit_cap=9"]),

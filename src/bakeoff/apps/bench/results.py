@@ -256,7 +256,7 @@ def changed(path: Path, env: Env, change: Callable[[File], None]) -> File:
     Raises:
         ResultsError: as `open_file`, or it can't be written.
     """
-    with _locked(path.parent):
+    with locked(path.parent):
         file = open_file(path, env)
         change(file)
         write(path, file)
@@ -295,7 +295,7 @@ def write(path: Path, file: File) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Lets one writer at a time into `folder`; no lock where the file system has none."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # writing says what is wrong

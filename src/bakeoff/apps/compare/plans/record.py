@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from bakeoff.apps.bench.results import Env
+from bakeoff.apps.bench.results import Env, locked
 from bakeoff.apps.compare.equal import CompareError
-from bakeoff.apps.compare.plans.share import locked
 
 __all__ = [
     "Finished",
@@ -126,7 +125,7 @@ def add_run(out: Path, run: Finished) -> None:
     processes may add theirs at the same time."""
     path = out / "runs.jsonl"
     try:
-        with locked(out, path.name), path.open("ab+") as file:
+        with locked(out), path.open("ab+") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1 if end else 0)
@@ -151,7 +150,7 @@ def read_record(out: Path) -> Record | None:
 def write_record(out: Path, record: Record) -> None:
     """Write it whole or not at all."""
     path, beside = out / "plan.json", out / f".plan.json.{os.getpid()}"
-    with locked(out, path.name):
+    with locked(out):
         try:
             beside.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
             beside.replace(path)

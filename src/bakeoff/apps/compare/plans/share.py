@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bakeoff.apps.compare.equal import CompareError
 
-__all__ = ["first_free", "locked"]
+__all__ = ["first_free"]
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def first_free(out: Path, keys: Iterable[str]) -> Iterator[str | None]:
     """The first of `keys` that no other process has, this one's until the end of the with-block; None where
     all are taken."""
     for key in keys:
-        with _lock(out / "claims" / key, fcntl.LOCK_EX | fcntl.LOCK_NB) as mine:
+        with _claimed(out / "claims" / key) as mine:
             if mine:
                 yield key
                 return
@@ -31,14 +31,7 @@ def first_free(out: Path, keys: Iterable[str]) -> Iterator[str | None]:
 
 
 @contextlib.contextmanager
-def locked(out: Path, name: str) -> Iterator[None]:
-    """Keeps other processes from writing the file `name` in `out`."""
-    with _lock(out / "claims" / name, fcntl.LOCK_EX):
-        yield
-
-
-@contextlib.contextmanager
-def _lock(path: Path, how: int) -> Iterator[bool]:
+def _claimed(path: Path) -> Iterator[bool]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -46,7 +39,7 @@ def _lock(path: Path, how: int) -> Iterator[bool]:
         raise CompareError(f"can't write {path} ({error.strerror or error}): give a writable --out") from None
     mine = True
     try:
-        fcntl.flock(file, how)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         mine = False
     except OSError as error:
