@@ -7,6 +7,7 @@ stream, when its last fetch is done. No PyTorch operation takes part, so to whoe
 look alike. What a CUDA graph fetches stays as it is, as often as the graph is replayed: some KB a capture.
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,8 @@ Fetch = Callable[[int, Tensor], None]
 _RESERVE = 1 << 20  # bytes kept for uploads inside CUDA graph capture, at least,
 _UPLOADS = 64  # and as many times what a table takes: a graph of that many calls
 _MOST_TABLES = 256
+_SLOTS = 8
+"""Tables that a step may place before the device has fetched the first of them, without an allocation."""
 
 _UNPREPARED = (
     "nothing is prepared for this CUDA graph; take one step with the same tensors outside capture "
@@ -32,13 +35,22 @@ _UNPREPARED = (
 class _Slot:
     """A table in pinned memory and its copy on the device."""
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        # Not torch.empty(pin_memory=True): a contest replaces fresh memory by its own, which isn't pinned.
-        self.pinned = torch.empty(shape, dtype=torch.int64).pin_memory()
-        self.host, self.address = self.pinned.numpy(), self.pinned.data_ptr()
-        self.placed = torch.empty(shape, dtype=torch.int64, device=device)
-        self.words = self.placed.view(torch.int32)
+    def __init__(self, pinned: Tensor, placed: Tensor) -> None:
+        self.pinned, self.placed = pinned, placed
+        self.host, self.address = pinned.numpy(), pinned.data_ptr()
+        self.words = placed.view(torch.int32)
         self.fetched = torch.cuda.Event()
+
+
+def _slots(shape: tuple[int, ...], device: torch.device) -> list[_Slot]:
+    """Several at a time: whoever compares two steps must not see one of them allocate."""
+    size = math.prod(shape)
+    space = (_SLOTS, -(-size // 2) * 2)  # kernels read 16 bytes at a time
+    # Not torch.empty(pin_memory=True): a contest replaces fresh memory by its own, which isn't pinned.
+    pinned = torch.empty(space, dtype=torch.int64).pin_memory()
+    placed = torch.empty(space, dtype=torch.int64, device=device)
+    pairs = zip(pinned, placed, strict=True)
+    return [_Slot(host[:size].view(shape), there[:size].view(shape)) for host, there in pairs]
 
 
 class _Reserve:
@@ -150,8 +162,9 @@ class Table:
             _captured.append(staged)
             return placed.view(torch.int64).view(rows.shape)
         slots = self._slots.setdefault((len(rows), stream), deque())
-        done = bool(slots) and slots[0].fetched.query()
-        slot = slots.popleft() if done else _Slot(rows.shape, self.device)
+        if not slots or not slots[0].fetched.query():
+            slots.extendleft(_slots(rows.shape, self.device))
+        slot = slots.popleft()
         slots.append(slot)
         slot.host[...] = rows
         self.fetch(slot.address, slot.words)

@@ -34,6 +34,9 @@ _SHIFTS = {"after": 1, "before": 0, "chunk": -1}
 _BLOCK = 1024
 _SUMS = 16
 """Columns a program that sums what others left in parts."""
+_ALIKE = {"enable_fp_fusion": False}
+"""For launches where several threads sum the same products, each in an order of its own, and all store the
+sum: where a product were added without being rounded, their last bits would differ, and be a race."""
 
 
 class _Sizes:
@@ -142,7 +145,7 @@ def _fill(
     _launch(plan, _tables, (G * C,), shared, num_warps=1)
     for c in range(-1, C):
         if c >= 0:
-            _launch(plan, _errors, (G, sizes.sums_out), shared, c=c)
+            _launch(plan, _errors, (G, sizes.sums_out), shared, c=c, **_ALIKE)
         _launch(plan, _learn, (G, sizes.hidden), shared, c=c, **sizes.chunk_by_chunk)
     _launch(plan, _query_hidden, (G * C, sizes.hidden), shared)
     _launch(plan, _answers, (G * C, sizes.outputs), shared)
@@ -153,7 +156,7 @@ def _launch(
     plan: Plan, kernel: TritonKernel, grid: tuple[int, ...], shared: dict[str, Any], **more: Any
 ) -> None:
     """Launch a kernel on what it takes of all these."""
-    names = {*kernel.runtime, *kernel.constexprs, "num_warps", "num_stages"}
+    names = {*kernel.runtime, *kernel.constexprs, "num_warps", "num_stages", *_ALIKE}
     plan.launch(kernel, grid, **{name: x for name, x in (shared | more).items() if name in names})
 
 
@@ -234,7 +237,8 @@ def _fill_gradients(
     for c in range(C, -1, -1):
         coming, going = sides
         _launch(plan, _to_states, (G, s.hidden), shared, coming=coming, going=going, c=c, **s.chunk_by_chunk)
-        _launch(plan, _to_errors, (G, s.sums_out + s.sums_in), shared, coming=going, going=coming, c=c)
+        summed = {"coming": going, "going": coming, "c": c, **_ALIKE}
+        _launch(plan, _to_errors, (G, s.sums_out + s.sums_in), shared, **summed)
         sides = [going, coming]
     _move(plan, _unpack, before, sides[0], s)
     _launch(plan, _tables_backward, (G * C,), shared, num_warps=1)
