@@ -133,6 +133,19 @@ def test_a_cap_bounds_the_loss() -> None:
 
 # Chunks ----------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_classes_beyond_a_multiple_of_eight_are_multiplied_apart(dtype: torch.dtype) -> None:
+    assert chunks._pieces(13) == [slice(0, 13)]
+    assert chunks._pieces(1000) == [slice(0, 1000)]
+    assert chunks._pieces(1003) == [slice(0, 1000), slice(1000, 1003)]
+    args = arguments(10, 7, 1003, dtype=dtype)
+    args[2][:4] = torch.tensor([1002, 1001, 1000, 999])
+    want = [t.to(dtype) for t in step(reference, [wide(a) for a in args])[1:]]
+    got = step(chunked.bind(PIECES), args)[1:]
+    rtol, atol = (2e-2, 1e-3) if dtype == torch.bfloat16 else (1e-5, 1e-6)
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
 
 @pytest.mark.parametrize(
     ("reduction", "dtype"),

@@ -88,12 +88,35 @@ def rows(
     logits.copy_(p.mul_(scale[:, None]).masked_fill_(~counted[:, None], 0))
 
 
+def finish(
+    losses: Tensor,
+    target: Tensor,
+    terms: Terms,
+    reduction: str,
+    share: float,
+    loss: Tensor,
+    factor: Tensor | None,
+) -> None:
+    """See `bakeoff.ops.linear_cross_entropy.chunks.Method`."""
+    if reduction == "sum":
+        torch.sum(losses, 0, out=loss)
+        if factor is not None:
+            factor.fill_(1 / share)
+        return
+    count = (target != terms.ignore_index).sum().clamp_(min=1).to(loss.dtype)
+    torch.div(losses.sum(0), count, out=loss)
+    if factor is not None:
+        factor.copy_(1 / (share * count))
+
+
 def multiply(kept: Tensor, dloss: Tensor, factor: Tensor, out: Tensor) -> None:
     """out = kept * dloss * factor. One dimension makes PyTorch take the factor as wide as it is."""
     torch.mul(kept, (dloss * factor).reshape(1), out=out)
 
 
 chunked = Chunked(
-    chunked_op("linear_cross_entropy.chunked", Method(rows, multiply, default), Tilings(Tiling, tilings))
+    chunked_op(
+        "linear_cross_entropy.chunked", Method(rows, finish, multiply, default), Tilings(Tiling, tilings)
+    )
 )
 """For every floating dtype."""

@@ -26,6 +26,8 @@ MOST_SUMS = 8
 _CHEAP = 1 << 28  # bytes of a float32 weight gradient that is worth its accuracy at any number of chunks
 _LARGE = 4  # how many times its usual bytes a chunk may take for there to be no more than MOST_SUMS
 _PADDED = 64  # elements: rows of logits begin at multiples, or products of odd V would be slow
+_EVEN = 8  # classes: for other numbers of them cuBLAS takes slow kernels, however rows are padded
+_SHORT = 512  # classes: of no more cuBLAS cuts no sum into parts, and one slow product beats two
 
 
 class Terms(NamedTuple):
@@ -44,6 +46,9 @@ class Method(NamedTuple):
     rows: Callable[..., None]
     """rows(logits, target, losses, scale, terms, gradients, tiling): each row's loss, and where `gradients`
     its derivative by its logits times its `scale` in the place of the logits."""
+    finish: Callable[[Tensor, Tensor, Terms, str, float, Tensor, Tensor | None], None]
+    """finish(losses, target, terms, reduction, share, loss, factor): loss = the sum or mean of `losses`, and
+    where there is room for it factor = 1 / share, of a mean over the number of targets that count."""
     multiply: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     """multiply(kept, dloss, factor, out): out = kept * dloss * factor, where out may be kept."""
     tiling: Callable[[int, int, int, torch.dtype], Any]
@@ -270,17 +275,12 @@ def _forward(
     """The loss, and of the gradients those that there is room for."""
     target = target.reshape(-1)
     N = target.numel()
-    count = (target != terms.ignore_index).sum().clamp_(min=1).to(loss.dtype)
     share = even_share(terms.label_smoothing, x.dtype)
-    if factor is not None:
-        factor.copy_(1 / (share * count) if reduction == "mean" else torch.full_like(count, 1 / share))
-    scale = torch.full_like(count, share).expand(N)
+    scale = loss.new_full((), share).expand(N)
     losses = loss.view(-1) if reduction == "none" else loss.new_empty(N)
     _run(method, tiling, terms, x, weight, target, bias, losses, scale, of_x, of_weight, of_bias)
-    if reduction == "sum":
-        torch.sum(losses, 0, out=loss)
-    elif reduction == "mean":
-        torch.div(losses.sum(0), count, out=loss)
+    if reduction != "none":
+        method.finish(losses, target, terms, reduction, share, loss, factor)
 
 
 def _backward(
@@ -337,18 +337,18 @@ def _run(
                 gradient.zero_()
     buffer = x.new_empty(min(tiling.rows, N), -(-V // _PADDED) * _PADDED)
     gradients = not (dx is None and dweight is None and dbias is None)
+    pieces = _pieces(V)
     for start in range(0, N, tiling.rows):
         here = slice(start, min(start + tiling.rows, N))
         rows, logits = x[here], buffer[: here.stop - start, :V]
-        if bias is None:
-            torch.mm(rows, weight.t(), out=logits)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=logits)
+        for classes in pieces:
+            _logits(rows, weight[classes], None if bias is None else bias[classes], logits[:, classes])
         method.rows(logits, target[here], losses[here], scale[here], terms, gradients, tiling)
         if dx is not None:
-            _product(logits, weight, dx.view(N, D)[here], losses.dtype)
+            _product(logits, weight, dx.view(N, D)[here], losses.dtype, pieces)
         if total is not None:
-            _add_product(total, logits.t(), rows, first=start == 0)
+            for classes in pieces:
+                _add_product(total[classes], logits[:, classes].t(), rows, first=start == 0)
         if dbias is not None:
             _add_sum(dbias, logits, first=start == 0)
     if dweight is not None and total is not None and total is not dweight:
@@ -374,13 +374,30 @@ def _multiplicable(weight: Tensor) -> Tensor:
     return weight if (column == 1 and row >= D) or (row == 1 and column >= V) else weight.contiguous()
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, wide: torch.dtype) -> None:
-    """out = a b, rounded once: of long sums cuBLAS rounds parts to the dtype of the product, and the gradient
-    of a row whose best class is its target is a small difference of such parts."""
-    if out.dtype == wide or not out.is_cuda:
-        torch.mm(a, b, out=out)
+def _pieces(V: int) -> list[slice]:
+    """The classes; of many, those apart that are beyond a multiple of `_EVEN`."""
+    even = V // _EVEN * _EVEN if V > _SHORT else V
+    return [slice(0, V)] if even == V else [slice(0, even), slice(even, V)]
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
     else:
-        out.copy_(torch.mm(a, b, out_dtype=wide))
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, wide: torch.dtype, pieces: Sequence[slice]) -> None:
+    """out = a b, in pieces of the sum, rounded once: of long sums cuBLAS rounds parts to the dtype of the
+    product, and the gradient of a row whose best class is its target is a small difference of such parts."""
+    if len(pieces) == 1 and (out.dtype == wide or not out.is_cuda or b.shape[0] <= _SHORT):
+        torch.mm(a, b, out=out)
+        return
+    total = out if out.dtype == wide else out.new_empty(out.shape, dtype=wide)
+    for piece in pieces:
+        _add_product(total, a[:, piece], b[piece], first=piece.start == 0)
+    if total is not out:
+        out.copy_(total)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:

@@ -139,6 +139,32 @@ def _tanh(x):
     return tl.where(y < 0.0625, near, tl.where(x < 0, -far, far)), 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
+@triton.jit(do_not_specialize=["N", "ignore_index", "share"])
+def _finish(
+    losses, target, loss, factor, ignore_index: tl.int64, share: tl.float32, N: tl.int64,
+    MEAN: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """loss = the sum of losses, and factor = 1 / share; of a MEAN both over the number of targets that count.
+
+    One program reads N losses and, of a mean, N targets, and adds in the same order every time.
+    """
+    sums = tl.zeros([BLOCK], tl.float32)
+    counts = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        sums += tl.load(losses + at, mask=at < N, other=0.0)
+        if MEAN:
+            t = tl.load(target + at, mask=at < N, other=ignore_index).to(tl.int64)
+            counts += (t != ignore_index).to(tl.int32)
+    total = tl.sum(sums, axis=0)
+    count = 1.0
+    if MEAN:
+        count = tl.maximum(tl.sum(counts, axis=0), 1).to(tl.float32)
+    tl.store(loss, total / count)
+    if FACTOR:
+        tl.store(factor, 1.0 / (share * count))
+
+
 @triton.jit(do_not_specialize=["N"])
 def _multiply(kept, dloss, factor, out, N: tl.int64, BLOCK: tl.constexpr, SAME: tl.constexpr):
     """out = kept * dloss * factor; nothing to do where they are SAME and the product is 1, as it mostly is.

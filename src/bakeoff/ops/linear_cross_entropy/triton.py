@@ -21,11 +21,13 @@ from bakeoff.ops.linear_cross_entropy.chunks import (
 __all__ = ["Tiling", "default", "linear_cross_entropy"]
 
 _rows_kernel = TritonKernel(kernels._rows)
+_finish_kernel = TritonKernel(kernels._finish)
 _multiply_kernel = TritonKernel(kernels._multiply)
 
 _BUDGET = 1 << 28  # bytes of a chunk's logits
 _WHOLE = 16384  # a row that is read once
 _PIECE = 8192  # of a longer one
+_FINISH = 4096  # losses that are added up at a time
 
 
 class Tiling(NamedTuple):
@@ -93,6 +95,33 @@ def rows(
     )
 
 
+def finish(
+    losses: Tensor,
+    target: Tensor,
+    terms: Terms,
+    reduction: str,
+    share: float,
+    loss: Tensor,
+    factor: Tensor | None,
+) -> None:
+    """See `bakeoff.ops.linear_cross_entropy.chunks.Method`."""
+    N = losses.numel()
+    _finish_kernel(
+        (1,),
+        losses=losses,
+        target=target.contiguous(),
+        loss=loss,
+        factor=loss if factor is None else factor,
+        ignore_index=terms.ignore_index,
+        share=share,
+        N=N,
+        MEAN=reduction == "mean",
+        FACTOR=factor is not None,
+        BLOCK=max(128, min(_FINISH, triton.next_power_of_2(N))),
+        num_warps=8,
+    )
+
+
 def multiply(kept: Tensor, dloss: Tensor, factor: Tensor, out: Tensor) -> None:
     """out = kept * dloss * factor, where out may be kept."""
     N = out.numel()
@@ -105,6 +134,6 @@ def multiply(kept: Tensor, dloss: Tensor, factor: Tensor, out: Tensor) -> None:
 
 
 linear_cross_entropy = Chunked(
-    chunked_op("linear_cross_entropy", Method(rows, multiply, default), Tilings(Tiling, tilings))
+    chunked_op("linear_cross_entropy", Method(rows, finish, multiply, default), Tilings(Tiling, tilings))
 )
 """For float16, bfloat16 and float32."""
