@@ -133,6 +133,7 @@ def test_a_cap_bounds_the_loss() -> None:
 
 # Chunks ----------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_classes_beyond_a_multiple_of_eight_are_multiplied_apart(dtype: torch.dtype) -> None:
     assert chunks._pieces(13) == [slice(0, 13)]
@@ -144,7 +145,6 @@ def test_classes_beyond_a_multiple_of_eight_are_multiplied_apart(dtype: torch.dt
     got = step(chunked.bind(PIECES), args)[1:]
     rtol, atol = (2e-2, 1e-3) if dtype == torch.bfloat16 else (1e-5, 1e-6)
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
-
 
 
 @pytest.mark.parametrize(

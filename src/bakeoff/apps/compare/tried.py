@@ -1,10 +1,11 @@
 """What was tried and did not help, as a table whose figures are looked up in the results that hold them.
 
-A row of the file names the results file, the rows with the change and without it as ``COLUMN=VALUE`` pairs
-joined by ``;``, and the column that both are judged by.
+A row of the file names the results file (a table, or the runs.jsonl of a plan), the rows with the change and
+without it as ``COLUMN=VALUE`` pairs joined by ``;``, and the column that both are judged by.
 """
 
 import csv
+import json
 from pathlib import Path
 
 from bakeoff.apps.bench.tables import read
@@ -32,10 +33,17 @@ def figure(source: Path, where: str, column: str) -> float:
     wanted = dict(pair.split("=", 1) for pair in where.split(";"))
     try:
         found = [
-            row for row in read(source) if all(row.get(key, "") == value for key, value in wanted.items())
+            row for row in _rows(source) if all(row.get(key, "") == value for key, value in wanted.items())
         ]
-    except (OSError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise CompareError(f"{source} can't be read: {error}") from None
     if len(found) != 1:
         raise CompareError(f"{source} has {len(found)} rows with {where}: one is needed")
     return float(found[0][column])
+
+
+def _rows(source: Path) -> list[dict[str, str]]:
+    if source.suffix != ".jsonl":
+        return read(source)
+    lines = source.read_text("utf-8").splitlines()
+    return [{key: str(value) for key, value in json.loads(line).items()} for line in lines]
