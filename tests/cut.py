@@ -16,10 +16,11 @@ def cut(
     outer: int | None = None,
     lists: int = 16,
     large: int = 1000,
+    beyond: int = 30_000,
 ) -> Case:
     """The case on `device` with at most `most` of everything that counts rows; of the first of several such
     dimensions at most `outer`, where given. Tensors of a list have at most `lists` elements on average,
-    or at most `most` on each side where they have a shape in common. What else is 30,000 and more, as large
+    or at most `most` on each side where they have a shape in common. What else is `beyond` and more, as large
     vocabularies are, becomes `large`.
     """
     args = dict(case.args)
@@ -27,7 +28,7 @@ def cut(
         rows = len(meta.shape) - op.features.get(name, 0)
         limits = [outer if outer is not None and i == 0 < rows - 1 else most for i in range(rows)]
         shape = [min(size, limit) for size, limit in zip(meta.shape, limits, strict=False)]
-        features = [large if size >= 30_000 else size for size in meta.shape[rows:]]
+        features = [large if size >= beyond else size for size in meta.shape[rows:]]
         args[name] = TensorMeta.dense((*shape, *features), meta.dtype, grad=meta.requires_grad)
     for name, listed in case.lists.items():
         count = min(listed.count, 16)

@@ -346,6 +346,7 @@ def test_contests_of_one_step_are_held_in_rounds(monkeypatch: pytest.MonkeyPatch
             run(op, rows)
 
     monkeypatch.setattr(module, "_hold", hold)
+    monkeypatch.setattr(module, "_PER_KEY_S", 1.5)
     with zoo.registered(script, zoo.CALM):
         report = tune(step, 30.0, jobs=2)
         assert rounds == [["zoo_calm 3", "zoo_calm 4"], ["zoo_calm 5"], ["zoo_script 6"]]

@@ -92,10 +92,10 @@ def selecting(config: Config, regime: str) -> Iterator[None]:
 def clear(device: torch.device, *, compiled: bool) -> None:
     """Frees unused device memory and starts a new count of its peak; where steps are `compiled`, also makes
     PyTorch forget earlier compiled ones, of which it keeps only a few."""
-    gc.collect()
     if compiled:
         torch.compiler.reset()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.init()  # resetting the count fails before CUDA has started
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
