@@ -1,4 +1,4 @@
-"""The unit lane: contests measure for a fifth of their usual time, which tells apart what tests let compete."""
+"""The unit lane: contests measure for a fifth of their usual time, enough to tell what tests let compete."""
 
 import pytest
 
