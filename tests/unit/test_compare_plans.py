@@ -19,6 +19,7 @@ from bakeoff.apps.bench import copying, recall
 from bakeoff.apps.cli import main
 from bakeoff.apps.compare import CompareError, parameters, tried
 from bakeoff.apps.compare.plans import Budget, Entry, Finished, Plan, carry_out, entries, read_runs, summarise
+from bakeoff.apps.compare.plans import curves
 from bakeoff.apps.compare.plans import record as records
 from bakeoff.apps.compare.plans import tasks as task_runs
 from bakeoff.apps.compare.plans.entries import flops_per_byte
@@ -281,6 +282,20 @@ def test_a_plan_is_made_kept_and_taken_up_run_by_run(folder: Path, tmp_path: Pat
     assert "equal 2 steps, rows of 32 bytes" in text
 
 
+def test_curves_are_means_over_the_seeds_of_the_rate_that_was_chosen(folder: Path) -> None:
+    plan = plan_of(small("llm-med-tiny", folder=folder, rates=(1e-3, 3e-3)), seeds=2)
+    _, done = carried(plan, lambda run: (run.rate, 1.0))  # the lower rate is the better one
+    runs = []
+    for run in done.values():
+        level = float(run.seed) if run.rate == 1e-3 else 100.0
+        curve = [(float(s), s, level + s) for s in range(1, 601)]
+        runs.append(msgspec.structs.replace(run, curve=curve))
+    drawn = curves.points(summarise(plan, done), runs)
+    assert len(drawn) == 60
+    assert {row["model"] for row in drawn} == {"llm-med-tiny"}
+    assert all(row["bits"] == pytest.approx(row["s"] + 0.5) for row in drawn)
+
+
 def test_a_line_cut_off_is_made_again(tmp_path: Path) -> None:
     plan = plan_of(small("llm-med-tiny"), seeds=3)
     runs = [finished(plan.run(plan.entries[0], plan.settings[0], 1e-3, seed), 1.0, 2.0) for seed in range(3)]
@@ -493,3 +508,8 @@ def test_figures_are_looked_up(tmp_path: Path) -> None:
     for where, count in (("model=a", 2), ("model=c", 0)):
         with pytest.raises(CompareError, match=f"has {count} rows with {where}: one is needed"):
             tried.figure(path, where, "bits")
+    lines = path.with_suffix(".jsonl")
+    lines.write_text(
+        '{"model": "a", "rate": 0.002, "score": 0.5}\n{"model": "b", "rate": 0.002, "score": 0.75}\n'
+    )
+    assert tried.figure(lines, "model=b;rate=0.002", "score") == 0.75

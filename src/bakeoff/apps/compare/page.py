@@ -1,9 +1,9 @@
 """Comparisons in a document: ``python -m bakeoff.apps.compare.page docs/byte-spectral.md`` fills it in.
 
-Between ``<!-- comparison: FOLDER -->`` and ``<!-- end -->`` it writes the results in FOLDER/compare.json; it
-draws their pictures into the folder images/ beside the document. Between ``<!-- plan: FOLDER -->`` and ``<!--
-end -->`` it writes those in FOLDER/plan.json, between ``<!-- tried: FILE -->`` and ``<!-- end -->`` what was
-tried. ``--check`` only compares the text. Pictures need ``pip install -e '.[report]'``.
+Between ``<!-- comparison: FOLDER -->`` and ``<!-- end -->`` it writes the results in FOLDER/compare.json,
+between ``<!-- plan: FOLDER -->`` and ``<!-- end -->`` those in FOLDER/plan.json, and between ``<!-- tried:
+FILE -->`` and ``<!-- end -->`` what was tried. Pictures of comparisons and plans go into the folder images/
+beside the document; they need ``pip install -e '.[report]'``. ``--check`` only compares the text.
 """
 
 import importlib.util
@@ -19,12 +19,14 @@ from bakeoff.apps.bench import marked
 from bakeoff.apps.compare import tried
 from bakeoff.apps.compare.document import SIDES, Document, read, scored
 from bakeoff.apps.compare.equal import CompareError
+from bakeoff.apps.compare.plans.curves import drawn
 from bakeoff.apps.compare.plans.record import read_record
 from bakeoff.apps.compare.plans.render import markdown
 from bakeoff.apps.tabular import markdown_table
 
 __all__ = ["block", "filled"]
 
+_PLANS = re.compile(r"<!-- plan: (\S+) -->")
 _MARKED = re.compile(r"(<!-- comparison: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WIDTH, _HEIGHT = 420, 240
 
@@ -39,7 +41,8 @@ def _plan(folder: str, root: Path) -> str:
     record = read_record(root / folder)
     if record is None:
         raise CompareError(f"{root / folder} holds no plan.json")
-    return markdown(record, f"[{folder}/plan.json](../{folder}/plan.json)")
+    text = markdown(record, f"[{folder}/plan.json](../{folder}/plan.json)")
+    return f"{text}\n![Bits per byte against time, means over seeds]({_picture(folder, 'curves')})\n"
 
 
 def block(folder: str, root: Path) -> str:
@@ -189,9 +192,9 @@ def main(check: bool, page: Path) -> None:
         sys.exit(
             f"{page} is out of date: run python -m bakeoff.apps.compare.page {page}" if new != old else 0
         )
-    folders = [folder for _, folder, _ in _MARKED.findall(new)]
+    folders, plans = [folder for _, folder, _ in _MARKED.findall(new)], _PLANS.findall(new)
     missing = [name for name in ("altair", "vl_convert") if importlib.util.find_spec(name) is None]
-    if folders and missing:
+    if (folders or plans) and missing:
         raise click.ClickException(f"pictures need {' and '.join(missing)}: pip install -e '.[report]'")
     page.write_text(new, "utf-8")
     (page.parent / "images").mkdir(exist_ok=True)
@@ -200,6 +203,10 @@ def main(check: bool, page: Path) -> None:
         pictures = {"curves": _curves(document)} | ({"speed": _speeds(document)} if document.speed else {})
         for kind, picture in pictures.items():
             picture.properties(width=_WIDTH, height=_HEIGHT).save(page.parent / _picture(folder, kind))
+    for folder in plans:
+        record = read_record(root / folder)
+        assert record is not None  # or its table could not be written
+        drawn(record, root / folder).save(page.parent / _picture(folder, "curves"))
 
 
 if __name__ == "__main__":
