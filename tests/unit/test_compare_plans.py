@@ -18,8 +18,17 @@ from click.testing import CliRunner, Result
 from bakeoff.apps.bench import copying, recall
 from bakeoff.apps.cli import main
 from bakeoff.apps.compare import CompareError, parameters, tried
-from bakeoff.apps.compare.plans import Budget, Entry, Finished, Plan, carry_out, entries, read_runs, summarise
-from bakeoff.apps.compare.plans import curves
+from bakeoff.apps.compare.plans import (
+    Budget,
+    Entry,
+    Finished,
+    Plan,
+    carry_out,
+    curves,
+    entries,
+    read_runs,
+    summarise,
+)
 from bakeoff.apps.compare.plans import record as records
 from bakeoff.apps.compare.plans import tasks as task_runs
 from bakeoff.apps.compare.plans.entries import flops_per_byte
