@@ -55,3 +55,14 @@ def test_gradients_are_scaled_16_bytes_at_a_time(same: bool, target: str) -> Non
     signature = {"kept": "*bf16", "dloss": "*fp32", "factor": "*fp32", "out": "*bf16", "N": "i64"}
     found = build(kernels._multiply, signature, {"BLOCK": 2048, "SAME": same}, target, num_warps=4)
     assert found.spills == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("mean", [True, False])
+def test_losses_are_added_up_in_registers(mean: bool, target: str) -> None:
+    signature = {
+        "losses": "*fp32", "target": "*i64", "loss": "*fp32", "factor": "*fp32", "ignore_index": "i64",
+        "share": "fp32", "N": "i64",
+    }  # fmt: skip
+    constants = {"MEAN": mean, "FACTOR": True, "BLOCK": triton._FINISH}
+    assert build(kernels._finish, signature, constants, target, num_warps=8).spills == 0

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from bakeoff.ops.linear_cross_entropy.chunks import Terms
 from bakeoff.ops.linear_cross_entropy.op import OP
 from bakeoff.ops.linear_cross_entropy.plain import eager
 from bakeoff.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
+from bakeoff.ops.linear_cross_entropy.triton import finish
 from bakeoff.ops.linear_cross_entropy.triton import linear_cross_entropy as kernels
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
@@ -67,6 +69,19 @@ def compare(args: list[Any], fn: Any = PIECES) -> None:
 def test_matches_the_reference(V: int, reduction: str) -> None:
     compare(arguments(V=V, smoothing=0.1, z_loss=1e-2, softcap=3.0, reduction=reduction))
     compare(arguments(V=V, reduction=reduction, bias=False))
+
+
+@pytest.mark.parametrize(("N", "dtype"), [(0, torch.int64), (6, torch.int32), (9000, torch.int64)])
+def test_losses_are_added_up(N: int, dtype: torch.dtype) -> None:
+    """None, some, and more than a program reads at a time; nothing behind the last one counts."""
+    losses, target = torch.rand(N), torch.randint(5, (N,), dtype=dtype)
+    losses[target == 3] = 0.0
+    loss, factor = torch.empty(()), torch.empty(())
+    count = max(int((target != 3).sum()), 1)
+    for reduction, want in (("sum", 1), ("mean", count)):
+        finish(losses, target, Terms(3, 0.0, 0.0, 0.0), reduction, 0.5, loss, factor)
+        torch.testing.assert_close(loss, losses.sum() / want)
+        assert factor.item() == pytest.approx(2 / want)
 
 
 def test_float16_keeps_gradients_that_a_mean_would_make_denormal() -> None:

@@ -36,6 +36,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "target dtype": ({"target": CLASSES.double()}, TypeError, "target is torch.float64; expected int32 or"),
     "ignore_index": ({"ignore_index": 1.5}, TypeError, "ignore_index is 1.5, expected a whole number"),
+    "no target": (
+        {"target": CLASSES.int(), "ignore_index": 2**31}, ValueError, "2147483648, which a target of 32 bits",
+    ),
     "label_smoothing": ({"label_smoothing": 1.1}, ValueError, "label_smoothing must be 0 to 1, got 1.1"),
     "z_loss": ({"z_loss": -1.0}, ValueError, "z_loss must be >= 0"),
     "softcap": ({"softcap": 0.0}, ValueError, "softcap must be above 0, or None"),

@@ -154,8 +154,8 @@ def _finish(
         at = start + tl.arange(0, BLOCK)
         sums += tl.load(losses + at, mask=at < N, other=0.0)
         if MEAN:
-            t = tl.load(target + at, mask=at < N, other=ignore_index).to(tl.int64)
-            counts += (t != ignore_index).to(tl.int32)
+            t = tl.load(target + at, mask=at < N, other=0).to(tl.int64)
+            counts += ((t != ignore_index) & (at < N)).to(tl.int32)
     total = tl.sum(sums, axis=0)
     count = 1.0
     if MEAN:

@@ -32,6 +32,12 @@ def relations(case: Case) -> None:
             f"linear_cross_entropy: ignore_index is {case.said('ignore_index')}, expected a whole number; "
             f"-1 where nothing is to be ignored"
         )
+    bits = 8 * target.dtype.itemsize
+    if not -(2 ** (bits - 1)) <= case.ignore_index < 2 ** (bits - 1):
+        raise ValueError(
+            f"linear_cross_entropy: ignore_index is {case.ignore_index}, which a target of {bits} bits can't "
+            f"be; -1 where nothing is to be ignored"
+        )
     if case.label_smoothing > 1:
         raise ValueError(f"linear_cross_entropy: label_smoothing must be 0 to 1, got {case.label_smoothing}")
     if case.softcap is not None and not case.softcap > 0:
