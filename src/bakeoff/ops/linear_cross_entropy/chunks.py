@@ -27,7 +27,7 @@ _CHEAP = 1 << 28  # bytes of a float32 weight gradient that is worth its accurac
 _LARGE = 4  # how many times its usual bytes a chunk may take for there to be no more than MOST_SUMS
 _PADDED = 64  # elements: rows of logits begin at multiples, or products of odd V would be slow
 _EVEN = 8  # classes: for other numbers of them cuBLAS takes slow kernels, however rows are padded
-_SHORT = 512  # classes: of no more cuBLAS cuts no sum into parts, and one slow product beats two
+_SHORT = 512  # classes: sums over no more gain nothing from being cut, and one slow product beats two
 
 
 class Terms(NamedTuple):
@@ -390,10 +390,8 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
 def _product(a: Tensor, b: Tensor, out: Tensor, wide: torch.dtype, pieces: Sequence[slice]) -> None:
     """out = a b, in pieces of the sum, rounded once: of long sums cuBLAS rounds parts to the dtype of the
     product, and the gradient of a row whose best class is its target is a small difference of such parts."""
-    if len(pieces) == 1 and (out.dtype == wide or not out.is_cuda or b.shape[0] <= _SHORT):
-        torch.mm(a, b, out=out)
-        return
-    total = out if out.dtype == wide else out.new_empty(out.shape, dtype=wide)
+    at_once = out.dtype == wide or not out.is_cuda or b.shape[0] <= _SHORT
+    total = out if at_once else out.new_empty(out.shape, dtype=wide)
     for piece in pieces:
         _add_product(total, a[:, piece], b[piece], first=piece.start == 0)
     if total is not out:

@@ -44,7 +44,7 @@ def _is_of(run: Finished, setting: Setting) -> bool:
 
 def _means(runs: list[Finished]) -> list[tuple[float, float]]:
     """(seconds, bits per byte) of each part of the time, where every run has a point in it."""
-    last = max((run.curve[-1][0] for run in runs if run.curve), default=0.0)
+    last = max((run.curve[-1][0] for run in runs if run.curve), default=0.0) or 1.0
     parts: list[list[tuple[int, float, float]]] = [[] for _ in range(_PARTS)]
     for number, run in enumerate(runs):
         for seconds, _, bits in run.curve:
