@@ -133,6 +133,25 @@ def test_newton_schulz_and_its_derivative(shape: tuple[int, ...]) -> None:
     assert all(x.isfinite().all() for x in nothing)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_orthogonalised_step_s_gradient_in_16_bits_is_as_long_as_autograd_s(seed: int) -> None:
+    """What rounding adds to all of it alike, which stays where many gradients are added up."""
+    draw = torch.Generator().manual_seed(seed)
+    weight, step, arriving = (torch.randn(2, 192, 192, generator=draw) for _ in range(3))
+    given, arriving = (weight / 14, torch.rand(2, generator=draw), step), arriving.abs()
+
+    def gradient(wide: torch.dtype, narrow: torch.dtype) -> torch.Tensor:
+        leaves = [x.to(wide).requires_grad_() for x in given]
+        return torch.autograd.grad(moved(*leaves, 5, narrow), leaves, arriving.to(wide))[2].double()
+
+    def gain(found: torch.Tensor) -> float:
+        return ((found.double() * exact).sum() / exact.square().sum()).item() - 1
+
+    exact = gradient(torch.float64, torch.float64)
+    mine = moved_backward(*given, 5, torch.bfloat16, arriving)[2]
+    assert abs(gain(mine) - gain(gradient(torch.float32, torch.bfloat16))) < 3e-4
+
+
 def test_whole_chunks_of_orthogonalised_updates_go_on() -> None:
     args = drawn(2, 11, 3, 4, 2, grad=False)
     q, k, v, *parts, lr, decay, forget = args
