@@ -27,7 +27,7 @@ HARNESS = Path(__file__).with_name("emulation.cpp")
 @functools.cache
 def _library(source, kernel, options):
     """The compiled source, kept for all workers of the run under a name made of everything it depends on."""
-    command = ["g++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *options]
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *options]
     command += [
         "-march=native",
         "-ffp-contract=fast",
