@@ -1,6 +1,5 @@
 """Suites "recall" and "text": rows, models, what they write; the memories that ours are measured against."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bakeoff.apps.bench import memory_page, recall, tables
+from bakeoff.apps.bench import memory_page, tables
 from bakeoff.apps.bench.autograd_memory import by_autograd
 from bakeoff.apps.bench.gated_delta import GatedDelta, delta_rule, with_gated_delta
 from bakeoff.apps.bench.memory_forms import FORMS, built, state_numbers
@@ -68,21 +67,19 @@ def bench(suite: str, out: Path, *more: str) -> list[dict[str, str]]:
     return tables.read(out)
 
 
-def test_the_command_writes_a_row_a_model_and_takes_them_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base, task = recall._sized("cpu")
-    monkeypatch.setattr(recall, "_sized", lambda device: (base, dataclasses.replace(task, steps=20)))
-    out = tmp_path / "recall.csv"
-    (row,) = bench("recall", out, "--filter", "constant")
+def test_the_command_writes_a_row_a_model_and_takes_them_up(tmp_path: Path) -> None:
+    out, twenty = tmp_path / "recall.csv", ("--steps", "20")
+    (row,) = bench("recall", out, "--filter", "constant", *twenty)
     assert (row["form"], row["seed"], row["steps"]) == ("lmm, constant rates", "0", "20")
     assert (row["mode"], row["memory_scan"]) == ("eager", "eager")
     assert 0.0 <= float(row["right_far"]) <= 1.0
     steps, shares = zip(*(point.split(":") for point in row["curve"].split()), strict=True)
     assert [int(step) for step in steps] == list(range(2, 21, 2))
     assert all(0.0 <= float(share) <= 1.0 for share in shares)
-    assert bench("recall", out, "--filter", "constant", "--resume") == [row]
-    both = bench("recall", out, "--filter", "mac, no memory")
+    assert bench("recall", out, "--filter", "constant", "--resume", *twenty) == [row]
+    (row,) = bench("recall", out, "--filter", "constant", "--resume", "--steps", "10")
+    assert row["steps"] == "10"  # shorter runs are others
+    both = bench("recall", out, "--filter", "mac, no memory", *twenty)
     assert [(other["form"], other["memory_scan"], other["state"]) for other in both[1:]] == [
         ("mac, no memory", "-", "0")
     ]
@@ -91,8 +88,10 @@ def test_the_command_writes_a_row_a_model_and_takes_them_up(
 def test_text_is_scored_by_bytes_held_out(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} lazy dogs and {n % 7} foxes\n" for n in range(400)))
-    (row,) = bench("text", tmp_path / "text.csv", "--filter", "mag, no memory", "--data", str(text))
+    words = ("--filter", "mag, no memory", "--data", str(text), "--steps", "24")
+    (row,) = bench("text", tmp_path / "text.csv", *words)
     assert (row["form"], row["data"], row["scored"]) == ("mag, no memory", "text.txt", "256")
+    assert row["steps"] == row["curve"].split()[-1].split(":")[0] == "24"
     first, last = (float(row["curve"].split()[at].split(":")[1]) for at in (0, -1))
     assert float(row["bits_per_byte"]) == last < first < 8.1
     assert float(row["step_ms"]) > 0.0
@@ -105,6 +104,7 @@ def test_text_is_scored_by_bytes_held_out(tmp_path: Path) -> None:
         (["recall", "--filter", "mal"], "no form's name contains 'mal'; the forms are mac, mac, no memory"),
         (["recall", "--data", "."], "--data belongs to --suite text"),
         (["ops", "--seeds", "2"], "--seeds belongs to --suite recall and text"),
+        (["nested", "--steps", "2"], "--steps belongs to --suite recall and text"),
     ],
 )
 def test_what_does_not_belong_is_refused(words: list[str], message: str, tmp_path: Path) -> None:

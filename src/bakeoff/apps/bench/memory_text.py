@@ -67,7 +67,8 @@ def run_text(
     corpus = ByteCorpus.open(plan.data)
     training, held = split(corpus, 0.1, plan.seq)
     rows = held_out_rows(corpus, held, plan.seq, plan.held_out).to(place)
-    done = {(row["form"], row["seed"]) for row in tables.read(out)} if resume and out.exists() else set()
+    earlier = tables.read(out) if resume and out.exists() else []
+    done = {(row["form"], row["seed"]) for row in earlier if row["steps"] == str(plan.steps)}
     for seed in seeds:
         batches = Batches(corpus, training, seq_len=plan.seq, batch_size=plan.rows, seed=seed)
 

@@ -79,16 +79,19 @@ def run_recall(
     *,
     forms: Sequence[str] = tuple(FORMS),
     seeds: Sequence[int] = (0,),
+    steps: int | None = None,
     resume: bool = False,
     hear: Hear = lambda row: None,
     announce: Callable[[str], None] = lambda stage: None,
 ) -> None:
     """Trains every form, all of a seed side by side, and puts a row for each into the file at `out`; with
-    `resume` only those that it lacks."""
+    `resume` only those that it lacks. Without `steps` as many as the device's size of the task has."""
     base, task = _sized(device)
+    task = task if steps is None else dataclasses.replace(task, steps=steps)
     place, key = torch.device(device), ("form", "seed", "gpu")
     common = facts(device)
-    held = {(row["form"], row["seed"]) for row in tables.read(out)} if resume and out.exists() else set()
+    rows = tables.read(out) if resume and out.exists() else []
+    held = {(row["form"], row["seed"]) for row in rows if row["steps"] == str(task.steps)}
     for seed in seeds:
         wanted = [form for form in forms if (form, str(seed)) not in held]
         with using(regime="graph" if place.type == "cuda" else "eager"):

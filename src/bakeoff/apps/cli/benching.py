@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -64,6 +65,7 @@ def run(
     variants: bool,
     data: str | None,
     seeds: int,
+    steps: int | None,
 ) -> None:
     """Run a suite and print where its results are."""
     device = str(named_device(device))
@@ -73,14 +75,16 @@ def run(
         raise ResultsError("--data belongs to --suite text: leave it out")
     if seeds != 3 and suite not in ("recall", "text"):
         raise ResultsError("--seeds belongs to --suite recall and text: leave it out")
+    if steps is not None and suite not in ("recall", "text"):
+        raise ResultsError("--steps belongs to --suite recall and text: leave it out")
     given = {"OP": names, "--filter": text, "--regimes": regimes, "--jobs": jobs > 1, "--resume": resume}
     _refuse(suite, {**given, "--budget": budget is not None})
     whole: dict[str, Callable[[], None]] = {
         "step": lambda: _run_step(device, out, text, 60.0 if budget is None else budget, resume),
         "swap": lambda: _run_swap(device, out, text, 60.0 if budget is None else budget, resume),
         "decode": lambda: _run_decode(device, out, text, resume),
-        "recall": lambda: _run_memories(suite, device, out, text, resume, data, seeds),
-        "text": lambda: _run_memories(suite, device, out, text, resume, data, seeds),
+        "recall": lambda: _run_memories(suite, device, out, text, resume, data, seeds, steps),
+        "text": lambda: _run_memories(suite, device, out, text, resume, data, seeds, steps),
         "nested": lambda: _run_nested(device, out, resume),
         "ranks": lambda: _run_ranks(device, out, text, 30.0 if budget is None else budget),
         "context": lambda: _run_context(device, out, text),
@@ -203,7 +207,14 @@ def _run_decode(device: str, out: Path | None, text: str, resume: bool) -> None:
 
 
 def _run_memories(
-    suite: str, device: str, out: Path | None, text: str, resume: bool, data: str | None, seeds: int
+    suite: str,
+    device: str,
+    out: Path | None,
+    text: str,
+    resume: bool,
+    data: str | None,
+    seeds: int,
+    steps: int | None,
 ) -> None:
     forms = [form for form in FORMS if chosen(text, form)]
     if not forms:
@@ -221,9 +232,11 @@ def _run_memories(
         given: dict[str, Any] = {"forms": forms, "seeds": range(seeds), "resume": resume, "hear": hear}
         given["announce"] = status.update
         if suite == "recall":
-            recall.run_recall(device, out, **given)
+            recall.run_recall(device, out, steps=steps, **given)
         else:
-            memory_text.run_text(device, out, memory_text.plan_for(device, data or "stdlib"), **given)
+            plan = memory_text.plan_for(device, data or "stdlib")
+            plan = plan if steps is None else msgspec.structs.replace(plan, steps=steps)
+            memory_text.run_text(device, out, plan, **given)
     print_plain(printer, f"results: {out}")
 
 

@@ -77,6 +77,11 @@ __all__ = ["bench", "compare"]
     show_default=True,
     help="Runs of each model in --suite recall and text.",
 )
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    help="Training steps of a run in --suite recall and text. [default: by the device]",
+)
 @options.thorough
 @click.option(
     "--variants", is_flag=True, help="Keep and print the time of every launch configuration that was tried."
@@ -96,7 +101,7 @@ def bench(**values: Any) -> None:
       bakeoff bench --suite step --filter 'base reduce|base captured'
       bakeoff bench --suite decode --filter LLMMed
       bakeoff bench --suite launch rotary
-      bakeoff bench --suite recall --filter lmm
+      bakeoff bench --suite recall --filter lmm --steps 4000
       bakeoff bench --suite text --data enwik8 --seeds 3
       bakeoff bench --suite nested
       bakeoff bench --suite swap
