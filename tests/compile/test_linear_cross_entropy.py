@@ -13,21 +13,33 @@ from bakeoff.select import Case
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 NUMBERS = {
     "row_units": "i64", "scale_step": "i64", "ignore_index": "i64", "smoothing": "fp32", "z_loss": "fp32",
-    "softcap": "fp32", "target": "*i64", "losses": "*fp32", "scale": "*fp32",
+    "softcap": "fp32", "N": "i64", "begin": "i64", "even": "fp32", "rest": "fp32", "target": "*i64",
+    **dict.fromkeys(("losses", "scale", "state", "mosts", "weights", "factors"), "*fp32"),
 }  # fmt: skip
 CASES = {case.name: case for case in OP.cases()}
 
 
-def rows(case: Case, tiling: triton.Tiling, target: str) -> Built:
+def compiled(kernel: Any, dtype: torch.dtype, constants: dict[str, Any], target: str, warps: int) -> Built:
+    signature = {name: kind for name, kind in NUMBERS.items() if name in kernel.arg_names}
+    signature["logits"] = TYPES[dtype]
+    return build(kernel, signature, constants, target, num_warps=warps)
+
+
+def rows(case: Case, tiling: triton.Tiling, target: str, V: int | None = None) -> Built:
+    V = V or case.weight.shape[0]
     constants: dict[str, Any] = {
-        "V": case.weight.shape[0],
+        "V": V,
         "BLOCK": tiling.block,
         "SMOOTH": case.label_smoothing > 0,
         "CAP": case.softcap is not None,
         "GRADIENTS": case.needs_grad and case.reduction != "none",
     }
-    signature = {"logits": TYPES[case.x.dtype], **NUMBERS}
-    return build(kernels._rows, signature, constants, target, num_warps=tiling.warps)
+    if tiling.block >= V:
+        return compiled(
+            kernels._short, case.x.dtype, {**constants, "ROWS": tiling.each}, target, tiling.warps
+        )
+    constants["TAIL"] = triton._tail(V, tiling.block)
+    return compiled(kernels._long, case.x.dtype, constants, target, tiling.warps)
 
 
 @pytest.mark.kernel(of=lambda name, **_: CASES[name].weight.shape[0] <= 16384)
@@ -37,16 +49,39 @@ def rows(case: Case, tiling: triton.Tiling, target: str) -> Built:
 def test_rows_are_read_16_bytes_at_a_time(name: str, further: bool, target: str) -> None:
     """In the default tiling, and in every further one that a contest may try, whatever number of classes."""
     case = CASES[name]
-    tilings = [*{t[2:]: t for t in triton.tilings(case)}.values()]
+    tilings = [*{t[2:5]: t for t in triton.tilings(case)}.values()]
     for tiling in tilings[1:] if further else tilings[:1]:
         found = rows(case, tiling, target)
         assert found.spills == 0
         if target == "sm_90":
-            # The target, the first logit, the scale and, in parts of a warp's width, small vocabularies.
-            wide = 128 if tiling.block * case.x.dtype.itemsize >= 512 * tiling.warps else 64
-            assert max(found.loads) == wide
+            assert max(found.loads) == 128
             if case.needs_grad and case.reduction != "none":
-                assert max(found.stores) == wide
+                assert max(found.stores) == 128
+
+
+@pytest.mark.parametrize("V", [50257, 50256, 131072, 256])
+def test_no_access_of_whole_tiles_is_narrower(V: int) -> None:
+    """Apart from a row's numbers, and from the 8 bytes a thread of a tail of 2,048 classes."""
+    case = CASES["4096x768->50257 bf16"]
+    found = rows(case, triton.default(4096, V, 768, torch.bfloat16), "sm_90", V)
+    tail = {64} if V > triton._WHOLE and V % triton._TILE else set()
+    # The target is 64 bits, and a loss 32; of long rows one logit is loaded alone.
+    assert set(found.loads) <= {128, 64, 32, 16}
+    assert found.loads.get(16, 0) <= (V > triton._WHOLE)
+    assert set(found.stores) <= {128, 32} | tail
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize(("V", "block"), [(8192, 8192), (1105, 2048)])
+def test_blocks_of_classes_are_read_16_bytes_at_a_time(V: int, block: int, smooth: bool, target: str) -> None:
+    """A whole block of the largest case, and what 8,192 leave of 50,257."""
+    constants = {"V": V, "BLOCK": block, "TAIL": triton._tail(V, block), "SMOOTH": smooth, "CAP": smooth}
+    first = compiled(kernels._part, torch.bfloat16, {**constants, "FIRST": smooth}, target, block // 512)
+    second = compiled(kernels._part_slopes, torch.bfloat16, constants, target, block // 512)
+    assert first.spills == second.spills == 0
+    if target == "sm_90":
+        assert max(first.loads) == max(second.loads) == max(second.stores) == 128
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -70,13 +70,20 @@ def step(fn: Any, args: list[Any], dloss: torch.Tensor) -> list[torch.Tensor]:
     return [loss, *torch.autograd.grad(loss, wanted, dloss)]
 
 
-@pytest.mark.parametrize("fn", [kernels, chunked], ids=["triton", "chunked"])
+BLOCKS = "forward(rows=64,wide=0,block=2048,warps=4,each=1,classes=4096)"
+BOUND = {
+    "triton": kernels.bind("forward(rows=64,wide=1,block=8192,warps=16)"),
+    "chunked": chunked.bind("forward(rows=64,wide=1)"),
+    "triton blocks": kernels.bind(BLOCKS),
+    "triton head": kernels.bind(BLOCKS[:-1] + ",head=128)"),
+    "chunked blocks": chunked.bind("forward(rows=64,wide=0,classes=4096)"),
+}
+
+
+@pytest.mark.parametrize("name", BOUND)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_graph_capture_without_waiting_for_the_device(reduction: str, fn: Any) -> None:
-    args = arguments(reduction=reduction)
-    fn = fn.bind(
-        "forward(rows=64,wide=1,block=8192,warps=16)" if fn is kernels else "forward(rows=64,wide=1)"
-    )
+def test_graph_capture_without_waiting_for_the_device(reduction: str, name: str) -> None:
+    args, fn = arguments(reduction=reduction), BOUND[name]
     dloss = torch.randn(300 if reduction == "none" else (), device="cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -142,6 +149,29 @@ def test_what_is_no_class_gives_nan_in_its_row_alone() -> None:
     with torch.no_grad():
         loss = kernels(*args)
     assert loss.isnan().nonzero().flatten().tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("N", [37, 300])
+def test_blocks_of_classes_give_what_chunks_give(N: int) -> None:
+    """With logits that are all kept and that are made twice, an odd last block, a short tail and none."""
+    args, dloss = arguments(N), torch.tensor(1.0, device="cuda")
+    want = step(kernels.bind(f"forward(rows={N},wide=1,block=8192,warps=16)"), args, dloss)
+    for classes in (1024, 4096, 20032):
+        variant = f"forward(rows={N},wide=0,block=2048,warps=4,each=1,classes={classes})"
+        for mine, other in zip(step(kernels.bind(variant), args, dloss), want, strict=True):
+            assert ((mine.double() - other.double()).norm() / other.double().norm()).item() < 1e-2
+
+
+@pytest.mark.parametrize("each", [1, 2, 8, 16])
+@pytest.mark.parametrize("V", [13, 64, 200, 256])
+def test_several_rows_a_program_give_what_one_gives(V: int, each: int) -> None:
+    args, dloss = arguments(301, 64, V), torch.tensor(1.0, device="cuda")
+    one, several = (
+        step(kernels.bind(f"forward(rows=301,wide=0,block=256,warps={warps},each={rows})"), args, dloss)
+        for rows, warps in ((1, 1), (each, 4))
+    )
+    for mine, other in zip(several, one, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_float32_sums_of_many_chunks_are_as_exact_as_one_product() -> None:

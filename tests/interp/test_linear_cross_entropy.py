@@ -5,17 +5,22 @@ from typing import Any
 import pytest
 import torch
 
-from bakeoff.ops.linear_cross_entropy.chunks import Terms
+from bakeoff.ops.linear_cross_entropy.method import Terms
 from bakeoff.ops.linear_cross_entropy.op import OP
 from bakeoff.ops.linear_cross_entropy.plain import eager
 from bakeoff.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
-from bakeoff.ops.linear_cross_entropy.triton import finish
+from bakeoff.ops.linear_cross_entropy.triton import Tiling, finish, part, rows, slopes
 from bakeoff.ops.linear_cross_entropy.triton import linear_cross_entropy as kernels
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
 
 PIECES = kernels.bind("forward(rows=4,wide=0,block=64,warps=1)")
-"""Two chunks of 6 rows, and rows of more than 64 classes in several blocks."""
+"""Two chunks of 6 rows, and rows of more than 64 classes in several tiles."""
+SHORT = kernels.bind("forward(rows=6,wide=0,block=256,warps=1,each=4)")
+"""Two programs for 6 rows."""
+BLOCKS = kernels.bind("forward(rows=6,wide=0,block=64,warps=1,each=1,classes=128)")
+"""Of 150 classes two blocks, of which the one before the last is kept, in tiles of 64."""
+HEAD = kernels.bind("forward(rows=2,wide=0,block=64,warps=1,each=1,classes=64,head=3)")
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of what is masked out behind the classes
 
@@ -69,6 +74,70 @@ def compare(args: list[Any], fn: Any = PIECES) -> None:
 def test_matches_the_reference(V: int, reduction: str) -> None:
     compare(arguments(V=V, smoothing=0.1, z_loss=1e-2, softcap=3.0, reduction=reduction))
     compare(arguments(V=V, reduction=reduction, bias=False))
+
+
+@pytest.mark.parametrize("fn", [SHORT, BLOCKS, HEAD], ids=["short", "blocks", "head"])
+@pytest.mark.parametrize("V", [13, 150])
+def test_several_rows_a_program_and_blocks_of_classes(V: int, fn: Any) -> None:
+    compare(arguments(V=V, smoothing=0.1, z_loss=1e-2, softcap=3.0), fn)
+    compare(arguments(V=V, bias=False, reduction="sum"), fn)
+
+
+def test_blocks_of_classes_that_are_kept_and_that_are_not() -> None:
+    fn = kernels.bind("forward(rows=6,wide=0,block=64,warps=1,each=1,classes=64)")
+    for D in (3, 20):
+        compare(arguments(12, D, 333, smoothing=0.1), fn)
+
+
+@pytest.mark.parametrize(
+    ("V", "block", "each"),
+    [(13, 64, 4), (64, 64, 2), (65, 128, 2), (128, 64, 1), (129, 64, 1), (333, 128, 1), (50, 512, 1)],
+)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_rows_of_a_wider_buffer(V: int, block: int, each: int, smoothing: float) -> None:
+    """NaN behind the classes and in the other rows; rows no multiple of those of a program, one ignored, one
+    with a target that is no class. In one piece and in two."""
+    N, padded = 5, -(-V // 64) * 64
+    buffer = torch.full((N + 2, padded + 64), torch.nan)
+    logits = buffer[1 : N + 1, :V]
+    logits.copy_(3 * torch.randn(N, V))
+    logits[2] = torch.inf
+    values = logits.double().clone().requires_grad_()
+    target = torch.randint(V, (N,))
+    target[2], target[4] = -100, V
+    terms, scale = Terms(-100, smoothing, 1e-2, 2.0), torch.rand(N)
+    want = reference(
+        values[[0, 1, 3]], torch.eye(V).double(), target[[0, 1, 3]], None, -100, smoothing, 1e-2, 2.0, "none"
+    )
+    (exact,) = torch.autograd.grad(want, values, scale[[0, 1, 3]].double())
+    tiling = Tiling(N, 0, block, 1, each)
+    apart = buffer.clone()
+    losses = torch.full((N,), torch.nan)
+    rows(logits, target, losses, scale, terms, True, tiling)
+    torch.testing.assert_close(losses[[0, 1, 3]].double(), want, rtol=1e-5, atol=1e-5)
+    assert losses[2] == 0
+    assert losses[4].isnan()
+    torch.testing.assert_close(logits[:4].double(), exact[:4], rtol=1e-5, atol=1e-6)
+    assert logits[4].isnan().all()
+    assert not buffer[1 : N + 1, V:padded].any()
+    assert buffer[1:-1, padded:].isnan().all()
+    assert buffer[[0, -1]].isnan().all()
+
+    state = torch.zeros(5, N)
+    state[0], state[2] = -torch.inf, torch.nan
+    pieces = [slice(0, V)] if V <= 64 else [slice(64, V), slice(0, 64)]
+    for classes in pieces:
+        held = apart[1 : N + 1, classes]
+        part(held, target, classes.start, state, classes is pieces[0], terms, tiling)
+    most, total, at = state[:3]
+    lse = most + total.log()
+    for classes in reversed(pieces):
+        held, weights, factors = apart[1 : N + 1, classes], (1 + 2e-2 * lse) / total, scale + 0 * at
+        slopes(held, target, classes.start, most, weights, factors, V, terms, tiling)
+    torch.testing.assert_close(apart[1:5, :V].double(), exact[:4], rtol=1e-5, atol=1e-6)
+    assert apart[5, :V].isnan().all()
+    assert not apart[1 : N + 1, V:padded].any()
+    assert apart[1:-1, padded:].isnan().all()
 
 
 @pytest.mark.parametrize(("N", "dtype"), [(0, torch.int64), (6, torch.int32), (9000, torch.int64)])

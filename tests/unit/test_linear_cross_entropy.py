@@ -10,9 +10,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bakeoff import Unsupported
 from bakeoff.ops import linear_cross_entropy
 from bakeoff.ops.linear_cross_entropy import chunked as chunked_module
-from bakeoff.ops.linear_cross_entropy import chunks
+from bakeoff.ops.linear_cross_entropy import chunks, products
 from bakeoff.ops.linear_cross_entropy.chunked import chunked, default, tilings
-from bakeoff.ops.linear_cross_entropy.chunks import default_rows, even_share, sums_are_wide
+from bakeoff.ops.linear_cross_entropy.chunks import (
+    classes_at_once,
+    default_rows,
+    even_share,
+    sums_are_wide,
+)
+from bakeoff.ops.linear_cross_entropy.classes import default_classes, kept_blocks
 from bakeoff.ops.linear_cross_entropy.op import OP
 from bakeoff.ops.linear_cross_entropy.plain import eager
 from bakeoff.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
@@ -22,6 +28,8 @@ from bakeoff.select.declare.variants import at
 
 PIECES = "forward(rows=4,wide=0)"
 SUMS = "forward(rows=4,wide=1)"
+BLOCKS = "forward(rows=4,wide=0,classes=64)"
+HEAD = "forward(rows=4,wide=0,classes=64,head=5)"
 CLASSES = torch.tensor([0, 4, 2, 1, 1, 3])
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -139,9 +147,9 @@ def test_a_cap_bounds_the_loss() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_classes_beyond_a_multiple_of_eight_are_multiplied_apart(dtype: torch.dtype) -> None:
-    assert chunks._pieces(13) == [slice(0, 13)]
-    assert chunks._pieces(1000) == [slice(0, 1000)]
-    assert chunks._pieces(1003) == [slice(0, 1000), slice(1000, 1003)]
+    assert products.pieces(13) == [slice(0, 13)]
+    assert products.pieces(1000) == [slice(0, 1000)]
+    assert products.pieces(1003) == [slice(0, 1000), slice(1000, 1003)]
     args = arguments(10, 7, 1003, dtype=dtype)
     args[2][:4] = torch.tensor([1002, 1001, 1000, 999])
     want = [t.to(dtype) for t in step(reference, [wide(a) for a in args])[1:]]
@@ -177,11 +185,89 @@ def test_chunks_pass_the_contest_verification(reduction: str, dtype: torch.dtype
         assert deterministic
 
 
-def test_eight_roundings_of_the_weight_s_gradient_pass_the_contest_verification() -> None:
-    """As many as chunks without float32 sums may be, where rows of all chunks want the same of a class."""
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "forward(rows=32,wide=0)",
+        "forward(rows=32,wide=0,classes=64)",
+        "forward(rows=32,wide=0,classes=64,head=64)",
+    ],
+    ids=["chunks", "blocks", "head"],
+)
+def test_chunks_and_blocks_of_classes_pass_the_contest_verification(variant: str) -> None:
+    """Where rows of all chunks want the same of a class."""
     case = OP.case(arguments(256, 64, 320, dtype=torch.bfloat16))
-    candidate = at(OP.candidate("chunked"), "forward(rows=32,wide=0)")
-    verify(OP, candidate, yardsticks(OP, case))
+    _, deterministic = verify(OP, at(OP.candidate("chunked"), variant), yardsticks(OP, case))
+    assert deterministic
+
+
+@pytest.mark.parametrize(
+    ("variant", "least", "most"),
+    [("forward(rows=32,wide=0)", 1e-2, 2e-2), ("forward(rows=32,wide=0,classes=64)", 0.0, 2e-3)],
+    ids=["chunks", "blocks"],
+)
+def test_blocks_of_classes_lose_no_small_part_of_the_weight_s_gradient(
+    variant: str, least: float, most: float
+) -> None:
+    """A large row sets the size of a sum of which each further chunk adds less than half a unit."""
+    x = torch.full((256, 8), 24.0).bfloat16().requires_grad_()
+    x.data[0] = 8192
+    weight = torch.zeros(64, 8).bfloat16().requires_grad_()
+    target = torch.ones(256, dtype=torch.long)
+    target[0] = 0
+    loss = chunked.bind(variant)(x, weight, target, None, -100, 0.0, 0.0, None, "sum")
+    (dweight,) = torch.autograd.grad(loss, weight)
+    exact = -8192 * 63 / 64 + 255 * 24 / 64
+    assert least <= abs(dweight[0, 0].item() / exact - 1) <= most
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("N", "D", "V"), [(10, 7, 13), (10, 7, 150), (40, 7, 333), (10, 31, 1003)])
+def test_blocks_of_classes(N: int, D: int, V: int, reduction: str) -> None:
+    """One, several, with logits that are kept and that aren't, and a last one that is odd."""
+    options: list[dict[str, Any]] = [
+        {"bias": False}, {"smoothing": 0.1, "z_loss": 1e-2}, {"softcap": 3.0, "smoothing": 0.1},
+    ]  # fmt: skip
+    for option in options:
+        args = arguments(N, D, V, reduction=reduction, **option)
+        args[1].data *= 0.3
+        want = step(reference, args)
+        for variant in (BLOCKS, HEAD):
+            torch.testing.assert_close(step(chunked.bind(variant), args), want, rtol=1e-4, atol=1e-5)
+
+
+def test_masked_classes_get_nothing_in_blocks() -> None:
+    args = arguments(V=150)
+    args[3].data[100:] = -torch.inf
+    args[2] %= 100
+    args[2][1] = -100
+    few = [args[0].detach().clone(), args[1].detach()[:100], args[2], args[3].detach()[:100], *args[4:]]
+    for i in (0, 1, 3):
+        few[i].requires_grad_()
+    got, want = step(chunked.bind(BLOCKS), args), step(reference, few)
+    assert not got[2][100:].any()
+    assert not got[3][100:].any()
+    got[2:] = [t[:100] for t in got[2:]]
+    torch.testing.assert_close(got, want)
+
+
+def test_kept_blocks_are_read_before_gradients_are_written_over_them() -> None:
+    drawn = torch.Generator().manual_seed(0)
+    some = 0
+    assert default_classes(0, 5, 2, 100) == 64
+    for _ in range(300):
+        N, D, V = (int(torch.randint(1, most, (), generator=drawn)) for most in (300, 60, 2000))
+        width = default_classes(N, V, 2, int(torch.randint(1, 2 * N * V, (), generator=drawn)))
+        kept, blocks = kept_blocks(N, V, D, width), -(-V // width)
+        assert width % 64 == 0
+        assert 0 <= kept < blocks
+        end = V * D // 64 * 64
+        begins = [end - (kept - i) * N * width for i in range(kept)]
+        assert all(begin >= 0 for begin in begins)
+        for i in range(kept):  # writing block i's gradient, logits of blocks from i on are still wanted
+            assert min(i * width + width, V) * D <= begins[i]
+        some += kept
+    assert some > 100
 
 
 @pytest.mark.parametrize("bound", ["", PIECES])
@@ -194,13 +280,14 @@ def test_gradients_are_those_of_any_dloss(bound: str) -> None:
             torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize("wanted", [(0,), (1,), (3,), (0, 3)], ids=str)
+@pytest.mark.parametrize("wanted", [(0,), (1,), (3,), (0, 3), (1, 3)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_only_what_is_wanted(reduction: str, wanted: tuple[int, ...]) -> None:
-    args = arguments(reduction=reduction)
+@pytest.mark.parametrize("variant", [PIECES, BLOCKS, HEAD], ids=["chunks", "blocks", "head"])
+def test_only_what_is_wanted(variant: str, reduction: str, wanted: tuple[int, ...]) -> None:
+    args = arguments(V=150, reduction=reduction)
     for i in (0, 1, 3):
         args[i].requires_grad_(i in wanted)
-    for mine, other in zip(step(chunked.bind(PIECES), args), step(reference, args), strict=True):
+    for mine, other in zip(step(chunked.bind(variant), args), step(reference, args), strict=True):
         torch.testing.assert_close(mine, other)
 
 
@@ -235,6 +322,19 @@ def test_all_logits_are_never_there(reduction: str, monkeypatch: pytest.MonkeyPa
     with Made() as made, torch.no_grad():
         chunked(*args)
     assert made.largest <= 8 * 128 * 4
+
+
+def test_half_of_the_logits_are_made_twice() -> None:
+    args = arguments(64, 32, 1024, bias=False)
+    with Made() as made:
+        step(chunked.bind(BLOCKS), args)
+    assert kept_blocks(64, 1024, 32, 64) == 7
+    assert made.products == 16 + 8 + 16 + 16  # logits, some again, x's gradient, the weight's
+    assert made.largest == 1024 * 32 * 4
+    with Made() as made:
+        step(chunked.bind("forward(rows=16,wide=0,classes=64,head=32)"), args)
+    assert kept_blocks(32, 1024, 32, 64) == 15
+    assert made.products == 3 * 16 + 3 * 2
 
 
 def test_products_that_nobody_wants_are_not_made() -> None:
@@ -385,7 +485,12 @@ def test_the_plan_of_the_largest_case() -> None:
     rows = default_rows(8192, 131072, 2, 1 << 28)
     assert rows == 1024
     assert not sums_are_wide(8192, 131072, 4096, rows, torch.bfloat16)
-    assert (131072 + 8192) * 4096 * 2 + rows * 131072 * 2 < 1.5e9
+    classes = classes_at_once(8192, 131072, 4096, rows, torch.bfloat16, 1 << 27)
+    assert classes == 8192
+    assert kept_blocks(8192, 131072, 4096, classes) == 7  # and one in the buffer: half of 16
+    assert (131072 + 8192) * 4096 * 2 + 8192 * classes * 2 + 8192 * 4096 * 4 < 1.5e9
+    assert classes_at_once(8192, 131072, 4096, rows, torch.float16, 1 << 27) == 0
+    assert classes_at_once(8192, 32000, 2048, 4096, torch.bfloat16, 1 << 27) == 0
     assert default_rows(32768, 131072, 2, 1 << 28) == 4096  # eight chunks still
     assert sums_are_wide(65536, 131072, 4096, 4096, torch.bfloat16)
     assert sums_are_wide(8192, 32000, 2048, 4096, torch.bfloat16)
@@ -456,3 +561,9 @@ def test_torch_compile_s_chunker_agrees() -> None:
         pytest.skip("no chunker here")
     for mine, other in zip(step(candidate.implementation, args), step(eager, args), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def test_no_rows_in_blocks_of_classes() -> None:
+    for reduction in ("mean", "none"):
+        for tensor in step(chunked.bind(BLOCKS), arguments(0, V=150, reduction=reduction)):
+            assert not tensor.any()

@@ -8,12 +8,12 @@ from torch import Tensor
 from bakeoff.kernels.variants import Tilings
 from bakeoff.ops.linear_cross_entropy.chunks import (
     Chunked,
-    Method,
-    Terms,
     chunked_op,
+    classes_at_once,
     default_rows,
     sums_are_wide,
 )
+from bakeoff.ops.linear_cross_entropy.method import Method, Terms
 
 __all__ = ["Tiling", "chunked"]
 
@@ -27,12 +27,17 @@ class Tiling(NamedTuple):
     """Of a chunk."""
     wide: int
     """1: the weight's gradient is summed up over chunks in float32, else in its own dtype."""
+    classes: int = 0
+    """Above 0: the weight's gradient is made in blocks of so many classes of all rows, not in chunks."""
+    head: int = 0
+    """Above 0: only that of so many rows, to which chunks of the others are added."""
 
 
 def default(N: int, V: int, D: int, dtype: torch.dtype) -> Tiling:
     """For N rows, V classes and D features."""
     rows = default_rows(N, V, dtype.itemsize, _BUDGET)
-    return Tiling(rows, int(sums_are_wide(N, V, D, rows, dtype)))
+    wide = int(sums_are_wide(N, V, D, rows, dtype))
+    return Tiling(rows, wide, classes_at_once(N, V, D, rows, dtype, _BUDGET))
 
 
 def tilings(case: Any) -> list[Tiling]:
@@ -54,7 +59,7 @@ def rows(
     gradients: bool,
     tiling: Any,
 ) -> None:
-    """See `bakeoff.ops.linear_cross_entropy.chunks.Method`."""
+    """See `bakeoff.ops.linear_cross_entropy.method.Method`."""
     del tiling
     smoothing, uncapped = terms.label_smoothing, None
     shifted = logits.to(losses.dtype, copy=True)
@@ -88,6 +93,58 @@ def rows(
     logits.copy_(p.mul_(scale[:, None]).masked_fill_(~counted[:, None], 0))
 
 
+def part(
+    logits: Tensor, target: Tensor, begin: int, state: Tensor, first: bool, terms: Terms, tiling: Any
+) -> None:
+    """See `bakeoff.ops.linear_cross_entropy.method.Method`."""
+    del tiling
+    most, sums, at, one, beyond = state
+    value = logits.to(state.dtype, copy=True)
+    if terms.softcap:
+        value.div_(terms.softcap).tanh_().mul_(terms.softcap)
+    if first:
+        one.copy_(value[:, 0])
+    if terms.label_smoothing:
+        beyond += (value - one[:, None]).sum(1)
+    t = target.long() - begin
+    here = (t >= 0) & (t < value.shape[1])
+    at.copy_(value.gather(1, t.masked_fill(~here, 0)[:, None])[:, 0].where(here, at))
+    high = torch.maximum(most, value.amax(1))
+    base = high.masked_fill(high == -torch.inf, 0)
+    sums.mul_((most - base).exp_()).add_(value.sub_(base[:, None]).exp_().sum(1))
+    most.copy_(high)
+
+
+def slopes(
+    logits: Tensor,
+    target: Tensor,
+    begin: int,
+    most: Tensor,
+    weights: Tensor,
+    factors: Tensor,
+    V: int,
+    terms: Terms,
+    tiling: Any,
+) -> None:
+    """See `bakeoff.ops.linear_cross_entropy.method.Method`."""
+    del tiling
+    value, uncapped = logits.to(most.dtype, copy=True), None
+    if terms.softcap:
+        uncapped = value.div_(terms.softcap)
+        value = torch.tanh(uncapped) * terms.softcap
+    p = value.sub_(most[:, None]).exp_().mul_(weights[:, None])
+    if terms.label_smoothing:
+        p.sub_(terms.label_smoothing / V)
+    t = target.long() - begin
+    here = (t >= 0) & (t < p.shape[1])
+    t = t.masked_fill_(~here, 0)[:, None]
+    p.scatter_add_(1, t, (here * (terms.label_smoothing - 1.0)).to(p.dtype)[:, None])
+    if uncapped is not None:
+        p.div_(uncapped.cosh_().square_())
+    ignored = (target == terms.ignore_index)[:, None]
+    logits.copy_(p.mul_(factors[:, None]).masked_fill_(ignored, 0))
+
+
 def finish(
     losses: Tensor,
     target: Tensor,
@@ -97,7 +154,7 @@ def finish(
     loss: Tensor,
     factor: Tensor | None,
 ) -> None:
-    """See `bakeoff.ops.linear_cross_entropy.chunks.Method`."""
+    """See `bakeoff.ops.linear_cross_entropy.method.Method`."""
     if reduction == "sum":
         torch.sum(losses, 0, out=loss)
         if factor is not None:
@@ -116,7 +173,9 @@ def multiply(kept: Tensor, dloss: Tensor, factor: Tensor, out: Tensor) -> None:
 
 chunked = Chunked(
     chunked_op(
-        "linear_cross_entropy.chunked", Method(rows, finish, multiply, default), Tilings(Tiling, tilings)
+        "linear_cross_entropy.chunked",
+        Method(rows, part, slopes, finish, multiply, default),
+        Tilings(Tiling, tilings),
     )
 )
 """For every floating dtype."""

@@ -7,9 +7,9 @@ row, which must be known before rows are added up: the backward makes the logits
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,41 +18,23 @@ from bakeoff.kernels.layout import empty_like
 from bakeoff.kernels.op import KernelOp, kernel_op
 from bakeoff.kernels.plan import Plan
 from bakeoff.kernels.variants import Tiling, Tilings
+from bakeoff.ops.linear_cross_entropy.classes import default_classes, run_in_blocks
+from bakeoff.ops.linear_cross_entropy.method import Method, Terms
+from bakeoff.ops.linear_cross_entropy.products import (
+    add_sum,
+    add_to_classes,
+    logits_of,
+    multiplicable,
+    to_rows,
+)
 
-__all__ = ["Chunked", "Method", "Terms", "chunked_op", "default_rows", "even_share", "sums_are_wide"]
+__all__ = ["Chunked", "chunked_op", "classes_at_once", "default_rows", "even_share", "sums_are_wide"]
 
 MOST_SUMS = 8
-"""Chunks whose parts of the weight's gradient are added up in 16 bits, one rounding each."""
+"""Chunks up to which a large gradient of the weight is made in blocks of classes; of more, float32 sums."""
 _CHEAP = 1 << 28  # bytes of a float32 weight gradient that is worth its accuracy at any number of chunks
 _LARGE = 4  # how many times its usual bytes a chunk may take for there to be no more than MOST_SUMS
 _PADDED = 64  # elements: rows of logits begin at multiples, or products of odd V would be slow
-_EVEN = 8  # classes: for other numbers of them cuBLAS takes slow kernels, however rows are padded
-_SHORT = 512  # classes: sums over no more gain nothing from being cut, and one slow product beats two
-
-
-class Terms(NamedTuple):
-    """What a row's loss is made of beside its logits."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float
-    """0 for none."""
-
-
-class Method(NamedTuple):
-    """What a candidate does its own way."""
-
-    rows: Callable[..., None]
-    """rows(logits, target, losses, scale, terms, gradients, tiling): each row's loss, and where `gradients`
-    its derivative by its logits times its `scale` in the place of the logits."""
-    finish: Callable[[Tensor, Tensor, Terms, str, float, Tensor, Tensor | None], None]
-    """finish(losses, target, terms, reduction, share, loss, factor): loss = the sum or mean of `losses`, and
-    where there is room for it factor = 1 / share, of a mean over the number of targets that count."""
-    multiply: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    """multiply(kept, dloss, factor, out): out = kept * dloss * factor, where out may be kept."""
-    tiling: Callable[[int, int, int, torch.dtype], Any]
-    """tiling(N, V, D, dtype): the default, a NamedTuple that has `rows` and `wide`."""
 
 
 def default_rows(N: int, V: int, itemsize: int, budget: int) -> int:
@@ -70,6 +52,16 @@ def sums_are_wide(N: int, V: int, D: int, rows: int, dtype: torch.dtype) -> bool
     once, and float32 costs V D 4 bytes more."""
     chunks = -(-N // max(rows, 1))
     return dtype.itemsize < 4 and (chunks > MOST_SUMS or 4 * V * D <= _CHEAP) and chunks > 1
+
+
+def classes_at_once(N: int, V: int, D: int, rows: int, dtype: torch.dtype, budget: int) -> int:
+    """Classes of a block of `budget` bytes of logits, or 0 for chunks of `rows`.
+
+    Sums in 16 bits over chunks are no choice of ours: where rows of all chunks add alike to one that a large
+    row began, each rounding errs to the same side. Float16 is summed up in float32 anyway (`keeps`).
+    """
+    dear = dtype == torch.bfloat16 and rows < N and not sums_are_wide(N, V, D, rows, dtype)
+    return default_classes(N, V, dtype.itemsize, budget) if dear else 0
 
 
 @lru_cache(maxsize=64)
@@ -327,7 +319,17 @@ def _run(
     N, (V, D) = target.numel(), weight.shape
     tiling = tiling or method.tiling(N, V, D, x.dtype)
     _check_classes(target, V, terms.ignore_index)
-    x, weight = x.reshape(N, D), _multiplicable(weight)
+    x, weight = x.reshape(N, D), multiplicable(weight)
+    dx = None if dx is None else dx.view(N, D)
+    head = 0
+    if N and dweight is not None and tiling.classes and not tiling.wide and dweight.dtype == x.dtype:
+        head = min(tiling.head or N, N)
+        run_in_blocks(
+            method, tiling, terms, x[:head], weight, target[:head], bias, losses[:head], scale[:head],
+            None if dx is None else dx[:head], dweight, dbias,
+        )  # fmt: skip
+        if head == N:
+            return
     total = dweight
     if dweight is not None and tiling.wide and tiling.rows < N:
         total = dweight if dweight.dtype == losses.dtype else losses.new_empty(V, D)
@@ -337,20 +339,17 @@ def _run(
                 gradient.zero_()
     buffer = x.new_empty(min(tiling.rows, N), -(-V // _PADDED) * _PADDED)
     gradients = not (dx is None and dweight is None and dbias is None)
-    pieces = _pieces(V)
-    for start in range(0, N, tiling.rows):
+    for start in range(head, N, tiling.rows):
         here = slice(start, min(start + tiling.rows, N))
         rows, logits = x[here], buffer[: here.stop - start, :V]
-        for classes in pieces:
-            _logits(rows, weight[classes], None if bias is None else bias[classes], logits[:, classes])
+        logits_of(rows, weight, bias, logits)
         method.rows(logits, target[here], losses[here], scale[here], terms, gradients, tiling)
         if dx is not None:
-            _product(logits, weight, dx.view(N, D)[here], losses.dtype, pieces)
+            to_rows(logits, weight, dx[here], losses.dtype)
         if total is not None:
-            for classes in pieces:
-                _add_product(total[classes], logits[:, classes].t(), rows, first=start == 0)
+            add_to_classes(total, logits, rows, first=start == 0)
         if dbias is not None:
-            _add_sum(dbias, logits, first=start == 0)
+            add_sum(dbias, logits, first=start == 0)
     if dweight is not None and total is not None and total is not dweight:
         dweight.copy_(total)
 
@@ -365,55 +364,3 @@ def _check_classes(target: Tensor, V: int, ignore_index: int) -> None:
             f"linear_cross_entropy: target holds {int(wrong[0])}, expected classes 0 to {V - 1}, as weight "
             f"has {V} rows, or ignore_index {ignore_index}"
         )
-
-
-def _multiplicable(weight: Tensor) -> Tensor:
-    """`weight` as products read it in place, either dimension dense; otherwise each would copy it."""
-    V, D = weight.shape
-    row, column = weight.stride()
-    return weight if (column == 1 and row >= D) or (row == 1 and column >= V) else weight.contiguous()
-
-
-def _pieces(V: int) -> list[slice]:
-    """The classes; of many, those apart that are beyond a multiple of `_EVEN`."""
-    even = V // _EVEN * _EVEN if V > _SHORT else V
-    return [slice(0, V)] if even == V else [slice(0, even), slice(even, V)]
-
-
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _product(a: Tensor, b: Tensor, out: Tensor, wide: torch.dtype, pieces: Sequence[slice]) -> None:
-    """out = a b, in pieces of the sum, rounded once: of long sums cuBLAS rounds parts to the dtype of the
-    product, and the gradient of a row whose best class is its target is a small difference of such parts."""
-    at_once = out.dtype == wide or not out.is_cuda or b.shape[0] <= _SHORT
-    total = out if at_once else out.new_empty(out.shape, dtype=wide)
-    for piece in pieces:
-        _add_product(total, a[:, piece], b[piece], first=piece.start == 0)
-    if total is not out:
-        out.copy_(total)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """total = a b, or total += a b; float32 sums of 16-bit products lose nothing on the way."""
-    if total.dtype == a.dtype:
-        torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
-    elif total.is_cuda:
-        if first:
-            torch.mm(a, b, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        _add_product(total, a.to(total.dtype), b.to(total.dtype), first=first)
-
-
-def _add_sum(total: Tensor, rows: Tensor, *, first: bool) -> None:
-    """total = the sum of rows, or total += it, in total's dtype."""
-    if first:
-        torch.sum(rows, 0, dtype=total.dtype, out=total)
-    else:
-        total.add_(rows.sum(0, dtype=total.dtype))

@@ -1,9 +1,13 @@
 """linear_cross_entropy in Triton: a chunk's logits to losses and to their gradients, in place.
 
-Products are cuBLAS's. A program has one row of V logits. Where that fits one block it is read once; else a
-first pass takes the maximum and the sum of exponentials, by lane and rescaled as the maximum grows, and a
-second one, mostly from L2, the gradient. Rows begin at multiples of 64 elements and are written to their
-padded ends, so that accesses are 16 bytes wide whatever V is.
+Products are cuBLAS's. Rows that fit a tile are read once, several of them by one program where they are
+short. Of a longer row one program takes first the maximum and the sum of exponentials, then, from its end as
+that is still in L2, the gradients. In blocks of classes one launch does the former and another the latter.
+
+What limits long rows is the number of instructions per element: whole tiles are read without masks, a last
+one with; a thread's 8 neighbours share a maximum, so that older sums are rescaled once for all of them. Rows
+begin at multiples of 64 elements and are written to their padded ends, so that accesses are 16 bytes wide
+whatever V is.
 """
 
 import triton
@@ -12,19 +16,75 @@ import triton.language as tl
 __all__: list[str] = []
 
 PADDED = tl.constexpr(64)
+GROUP = tl.constexpr(8)
 
 
-@triton.jit(do_not_specialize=["row_units", "scale_step", "ignore_index", "smoothing", "z_loss", "softcap"])
-def _rows(
+@triton.jit(do_not_specialize=[
+    "N", "row_units", "scale_step", "ignore_index", "smoothing", "z_loss", "softcap"
+])  # fmt: skip
+def _short(
     logits, target, losses, scale,
-    row_units: tl.int64, scale_step: tl.int64, ignore_index: tl.int64,
+    N: tl.int64, row_units: tl.int64, scale_step: tl.int64, ignore_index: tl.int64,
     smoothing: tl.float32, z_loss: tl.float32, softcap: tl.float32,
-    V: tl.constexpr, BLOCK: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, GRADIENTS: tl.constexpr,
+    V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTH: tl.constexpr, CAP: tl.constexpr, GRADIENTS: tl.constexpr,
 ):  # fmt: skip
     """loss = (1 - smoothing) (lse - l[t]) + smoothing (lse - mean l) + z_loss lse^2 of l = logits, capped if
     CAP, and dl = scale * (p (1 + 2 z_loss lse) - smoothing / V - (1 - smoothing) [t]) in their place.
 
-    Reads logits once or twice and writes them once: 4 or 6 bytes an element in 16 bits; about 10 FLOPs.
+    A program has ROWS of the N rows whole, V <= BLOCK. Reads logits once and writes them once: 4 bytes an
+    element in 16 bits; about 10 FLOPs.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < N
+    t = tl.load(target + row, mask=there, other=0).to(tl.int64)
+    counted = there & (t != ignore_index)
+    # What is no class makes the row's loss and gradients NaN: the host can't look at it.
+    known = counted & (t >= 0) & (t < V)
+    begin = logits + row * (row_units * PADDED)
+    cols = tl.arange(0, BLOCK)[None, :]
+    hit = cols == tl.where(known, t, -1).to(tl.int32)[:, None]
+    spots, inside = begin[:, None] + cols, there[:, None] & (cols < _padded(V))
+    value, slope = _wide(tl.load(spots, mask=inside, other=0.0), softcap, CAP)
+    value = tl.where(cols < V, value, float("-inf"))
+    most = tl.max(value, axis=1)
+    e = tl.exp(value - _finite(most)[:, None])
+    total = tl.sum(e, axis=1)
+    # Not loaded: another warp may have written the gradients over it by then.
+    at = tl.where(known, tl.sum(tl.where(hit, value, 0.0), axis=1), float("nan"))
+    log_total = tl.log(total)
+    lse = most + log_total
+    loss = (log_total - (at - most)) * (1.0 - smoothing) + z_loss * lse * lse
+    if SMOOTH:
+        below = tl.sum(tl.where(cols < V, value - most[:, None], 0.0), axis=1)
+        loss += smoothing * (log_total - below / V)
+    tl.store(losses + row, tl.where(counted, loss, 0.0), mask=there)
+    if GRADIENTS:
+        factor = tl.load(scale + row * scale_step, mask=there, other=0.0)
+        factor = tl.where(known, factor, float("nan"))
+        weight = (1.0 + 2.0 * z_loss * lse) / total
+        grad = e * weight[:, None]
+        if SMOOTH:
+            grad -= smoothing / V
+        grad = tl.where(hit, grad - (1.0 - smoothing), grad) * factor[:, None]
+        if CAP:
+            grad *= slope
+        grad = tl.where(counted[:, None] & (cols < V), grad, 0.0)
+        tl.store(spots, grad.to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["row_units", "scale_step", "ignore_index", "smoothing", "z_loss", "softcap"])
+def _long(
+    logits, target, losses, scale,
+    row_units: tl.int64, scale_step: tl.int64, ignore_index: tl.int64,
+    smoothing: tl.float32, z_loss: tl.float32, softcap: tl.float32,
+    V: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    SMOOTH: tl.constexpr, CAP: tl.constexpr, GRADIENTS: tl.constexpr,
+):  # fmt: skip
+    """What `_short` does, of one row a program in tiles of BLOCK and a last one of TAIL.
+
+    Reads logits twice, the second time partly from L2, and writes them once: 4 to 6 bytes an element in 16
+    bits.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * (row_units * PADDED)
@@ -32,27 +92,15 @@ def _rows(
     if t == ignore_index:
         tl.store(losses + row, 0.0)
         if GRADIENTS:
-            for start in range(0, V, BLOCK):
-                cols = start + tl.arange(0, BLOCK)
-                zeros = tl.zeros([BLOCK], logits.dtype.element_ty)
-                tl.store(logits + cols, zeros, mask=cols < _padded(V))
+            _clear(logits, V, BLOCK)
     else:
-        # What is no class makes the row's loss and gradients NaN: the host can't look at it.
         known = (t >= 0) & (t < V)
         at = tl.load(logits + t, mask=known, other=float("nan")).to(tl.float32)
         first = tl.load(logits).to(tl.float32)
         if CAP:
             at = _tanh(at / softcap)[0] * softcap
             first = _tanh(first / softcap)[0] * softcap
-        if V <= BLOCK:
-            cols = tl.arange(0, BLOCK)
-            value, slope = _read(logits, cols, softcap, V, CAP)
-            most = tl.max(value, axis=0)
-            e = tl.exp(value - _finite(most))
-            total = tl.sum(e, axis=0)
-            beyond = tl.sum(tl.where(cols < V, value - first, 0.0), axis=0) if SMOOTH else 0.0
-        else:
-            most, total, beyond = _pass(logits, first, softcap, V, BLOCK, SMOOTH, CAP)
+        most, total, beyond = _sums(logits, first, softcap, V, BLOCK, TAIL, SMOOTH, CAP)
         log_total = tl.log(total)
         lse = most + log_total
         loss = (log_total - (at - most)) * (1.0 - smoothing) + z_loss * lse * lse
@@ -63,58 +111,185 @@ def _rows(
             factor = tl.load(scale + row * scale_step)
             factor = tl.where(known, factor, float("nan"))
             weight = (1.0 + 2.0 * z_loss * lse) / total
-            if V <= BLOCK:
-                _store(logits, cols, e, slope, t, weight, factor, smoothing, V, CAP)
-            else:
-                for start in range(0, V, BLOCK):
-                    cols = start + tl.arange(0, BLOCK)
-                    value, slope = _read(logits, cols, softcap, V, CAP)
-                    e = tl.exp(value - _finite(most))
-                    _store(logits, cols, e, slope, t, weight, factor, smoothing, V, CAP)
+            _slopes(
+                logits, tl.where(known, t, -1).to(tl.int32), most, weight, smoothing / V, 1.0 - smoothing,
+                factor, softcap, V, BLOCK, TAIL, SMOOTH, CAP,
+            )  # fmt: skip
 
 
-@triton.jit
-def _pass(
-    logits, first, softcap, V: tl.constexpr, BLOCK: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr
+@triton.jit(do_not_specialize=["row_units", "begin", "N", "ignore_index", "softcap"])
+def _part(
+    logits, target, state,
+    row_units: tl.int64, begin: tl.int64, N: tl.int64, ignore_index: tl.int64, softcap: tl.float32,
+    V: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    SMOOTH: tl.constexpr, CAP: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    # Of a row the maximum, the sum of exponentials below it, and the sum of what is beyond the first logit.
-    high = tl.full([BLOCK], float("-inf"), tl.float32)
-    sums = tl.zeros([BLOCK], tl.float32)
-    off = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, V, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        value, _ = _read(logits, cols, softcap, V, CAP)
-        higher = tl.maximum(high, value)
-        base = _finite(higher)
-        sums = sums * tl.exp(high - base) + tl.exp(value - base)
-        high = higher
+    """Adds the V classes from `begin` on to `state`, [5, N]: see `method.Method.part`. A row a program;
+    reads logits once.
+
+    Nothing is done for rows that are ignored.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * (row_units * PADDED)
+    state += row
+    t = tl.load(target + row).to(tl.int64)
+    if t != ignore_index:
+        most, total, beyond = tl.load(state), tl.load(state + N), 0.0
         if SMOOTH:
-            off += tl.where(cols < V, value - first, 0.0)
-    most = tl.max(high, axis=0)
-    total = tl.sum(sums * tl.exp(high - _finite(most)), axis=0)
-    return most, total, tl.sum(off, axis=0)
+            beyond = tl.load(state + 4 * N)
+        if (t >= begin) & (t < begin + V):
+            at = tl.load(logits + (t - begin)).to(tl.float32)
+            if CAP:
+                at = _tanh(at / softcap)[0] * softcap
+            tl.store(state + 2 * N, at)
+        first = 0.0
+        if FIRST:
+            first = tl.load(logits).to(tl.float32)
+            if CAP:
+                first = _tanh(first / softcap)[0] * softcap
+            tl.store(state + 3 * N, first)
+        elif SMOOTH:
+            first = tl.load(state + 3 * N)
+        higher, more, further = _sums(logits, first, softcap, V, BLOCK, TAIL, SMOOTH, CAP)
+        most, total = _joined(most, total, higher, more)
+        tl.store(state, most)
+        tl.store(state + N, total)
+        if SMOOTH:
+            tl.store(state + 4 * N, beyond + further)
+
+
+@triton.jit(do_not_specialize=[
+    "row_units", "begin", "ignore_index", "even", "rest", "softcap"
+])  # fmt: skip
+def _part_slopes(
+    logits, target, mosts, weights, factors,
+    row_units: tl.int64, begin: tl.int64, ignore_index: tl.int64,
+    even: tl.float32, rest: tl.float32, softcap: tl.float32,
+    V: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """dl = factor * (weight exp(l - most) - even - rest [t]) in the place of the V logits from `begin` on.
+
+    A row a program; reads logits once and writes them once.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * (row_units * PADDED)
+    t = tl.load(target + row).to(tl.int64)
+    if t == ignore_index:
+        _clear(logits, V, BLOCK)
+    else:
+        here = (t >= begin) & (t < begin + V)
+        at = tl.where(here, t - begin, -1).to(tl.int32)
+        most, weight, factor = tl.load(mosts + row), tl.load(weights + row), tl.load(factors + row)
+        _slopes(logits, at, most, weight, even, rest, factor, softcap, V, BLOCK, TAIL, SMOOTH, CAP)
 
 
 @triton.jit
-def _read(logits, cols, softcap, V: tl.constexpr, CAP: tl.constexpr):
-    # Logits in float32, -inf behind the last class, and the slope of the cap.
-    value = tl.load(logits + cols, mask=cols < _padded(V), other=0.0).to(tl.float32)
+def _sums(
+    logits, first, softcap,
+    V: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    # Of V logits the maximum, the sum of exponentials below it, and the sum of what is beyond `first`.
+    FULL: tl.constexpr = V // BLOCK * BLOCK
+    most, total, beyond = float("-inf"), 0.0, 0.0
+    if FULL > 0:
+        high = tl.full([BLOCK // GROUP], float("-inf"), tl.float32)
+        sums = tl.zeros([BLOCK // GROUP], tl.float32)
+        off = tl.zeros([BLOCK // GROUP], tl.float32)
+        for start in range(0, FULL, BLOCK):
+            value, _ = _wide(tl.load(logits + start + _tile(BLOCK)), softcap, CAP)
+            higher = tl.maximum(high, tl.max(value, axis=1))
+            base = _finite(higher)
+            sums = sums * tl.exp(high - base) + tl.sum(tl.exp(value - base[:, None]), axis=1)
+            high = higher
+            if SMOOTH:
+                off += tl.sum(value - first, axis=1)
+        most = tl.max(high, axis=0)
+        total = tl.sum(sums * tl.exp(high - _finite(most)), axis=0)
+        if SMOOTH:
+            beyond = tl.sum(off, axis=0)
+    if FULL < V:
+        cols = FULL + _tile(TAIL)
+        value, _ = _wide(tl.load(logits + cols, mask=cols < _padded(V), other=0.0), softcap, CAP)
+        value = tl.where(cols < V, value, float("-inf"))
+        higher = tl.max(tl.max(value, axis=1), axis=0)
+        more = tl.sum(tl.sum(tl.exp(value - _finite(higher)), axis=1), axis=0)
+        if FULL > 0:
+            most, total = _joined(most, total, higher, more)
+        else:
+            most, total = higher, more
+        if SMOOTH:
+            beyond += tl.sum(tl.sum(tl.where(cols < V, value - first, 0.0), axis=1), axis=0)
+    return most, total, beyond
+
+
+@triton.jit
+def _joined(most, total, higher, more):
+    # The maximum of two sets of logits, and the sum of exponentials below it.
+    high = tl.maximum(most, higher)
+    base = _finite(high)
+    return high, total * tl.exp(most - base) + more * tl.exp(higher - base)
+
+
+@triton.jit
+def _slopes(
+    logits, t, most, weight, even, rest, factor, softcap,
+    V: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    # Gradients in the place of V logits, the last ones first; zeros behind the last class.
+    FULL: tl.constexpr = V // BLOCK * BLOCK
+    base = _finite(most)
+    if FULL < V:
+        cols = FULL + _tile(TAIL)
+        inside = cols < _padded(V)
+        ragged = tl.load(logits + cols, mask=inside, other=0.0)
+        ragged = _slope(ragged, cols == t, base, weight, even, rest, factor, softcap, SMOOTH, CAP)
+        tl.store(logits + cols, tl.where(cols < V, ragged, 0.0), mask=inside)
+    tile = _tile(BLOCK)
+    for back in range(0, FULL, BLOCK):
+        start = FULL - BLOCK - back
+        whole = tl.load(logits + start + tile)
+        whole = _slope(whole, tile == t - start, base, weight, even, rest, factor, softcap, SMOOTH, CAP)
+        tl.store(logits + start + tile, whole)
+
+
+@triton.jit
+def _slope(
+    logits, hit, base, weight, even, rest, factor, softcap, SMOOTH: tl.constexpr, CAP: tl.constexpr
+):  # fmt: skip
+    # factor * (weight exp(logits - base) - even - rest [hit]) in the logits' dtype.
+    value, slope = _wide(logits, softcap, CAP)
+    grad = tl.exp(value - base) * weight
+    if SMOOTH:
+        grad -= even
+    grad = tl.where(hit, grad - rest, grad) * factor
+    if CAP:
+        grad *= slope
+    return grad.to(logits.dtype)
+
+
+@triton.jit
+def _clear(logits, V: tl.constexpr, BLOCK: tl.constexpr):
+    for start in range(0, V, BLOCK):
+        cols = start + _tile(BLOCK)
+        zeros = tl.zeros([BLOCK // GROUP, GROUP], logits.dtype.element_ty)
+        tl.store(logits + cols, zeros, mask=cols < _padded(V))
+
+
+@triton.jit
+def _tile(BLOCK: tl.constexpr):
+    # 0 to BLOCK - 1, of which a thread has GROUP neighbours: a row of the tile.
+    return tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def _wide(value, softcap, CAP: tl.constexpr):
+    # Logits in float32, capped, and the slope of the cap.
+    value = value.to(tl.float32)
     slope = value
     if CAP:
         value, slope = _tanh(value / softcap)
         value *= softcap
-    return tl.where(cols < V, value, float("-inf")), slope
-
-
-@triton.jit
-def _store(logits, cols, e, slope, t, weight, factor, smoothing, V: tl.constexpr, CAP: tl.constexpr):
-    # The gradients of logits: zeros behind the last class.
-    grad = e * weight - smoothing / V
-    grad = tl.where(cols == t, grad - (1.0 - smoothing), grad) * factor
-    if CAP:
-        grad *= slope
-    grad = tl.where(cols < V, grad, 0.0)
-    tl.store(logits + cols, grad.to(logits.dtype.element_ty), mask=cols < _padded(V))
+    return value, slope
 
 
 @triton.jit

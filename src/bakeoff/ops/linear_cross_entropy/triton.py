@@ -11,22 +11,27 @@ from bakeoff.kernels.variants import Tilings
 from bakeoff.ops.linear_cross_entropy import kernels
 from bakeoff.ops.linear_cross_entropy.chunks import (
     Chunked,
-    Method,
-    Terms,
     chunked_op,
+    classes_at_once,
     default_rows,
     sums_are_wide,
 )
+from bakeoff.ops.linear_cross_entropy.method import Method, Terms
 
 __all__ = ["Tiling", "default", "linear_cross_entropy"]
 
-_rows_kernel = TritonKernel(kernels._rows)
+_short_kernel = TritonKernel(kernels._short)
+_long_kernel = TritonKernel(kernels._long)
+_part_kernel = TritonKernel(kernels._part)
+_slopes_kernel = TritonKernel(kernels._part_slopes)
 _finish_kernel = TritonKernel(kernels._finish)
 _multiply_kernel = TritonKernel(kernels._multiply)
 
 _BUDGET = 1 << 28  # bytes of a chunk's logits
+_BLOCK_BUDGET = 1 << 27  # bytes of a block of classes, beside which there are float32 sums of x's gradient
 _WHOLE = 16384  # a row that is read once
-_PIECE = 8192  # of a longer one
+_TILE = 8192  # of a longer one
+_FEW = 2048  # elements that a program has, or fewer, where rows are short
 _FINISH = 4096  # losses that are added up at a time
 
 
@@ -40,28 +45,51 @@ class Tiling(NamedTuple):
     block: int
     """Classes that a program reads at a time."""
     warps: int
+    each: int = 1
+    """Rows that a program has, where `block` holds a row."""
+    classes: int = 0
+    """Above 0: the weight's gradient is made in blocks of so many classes of all rows, not in chunks."""
+    head: int = 0
+    """Above 0: only that of so many rows, to which chunks of the others are added."""
 
 
 def default(N: int, V: int, D: int, dtype: torch.dtype) -> Tiling:
     """For N rows, V classes and D features."""
     rows = default_rows(N, V, dtype.itemsize, _BUDGET)
-    block = max(64, triton.next_power_of_2(V)) if V <= _WHOLE else _PIECE
-    return Tiling(rows, int(sums_are_wide(N, V, D, rows, dtype)), block, max(1, min(16, block // 512)))
+    block = max(64, triton.next_power_of_2(V)) if V <= _WHOLE else _TILE
+    each = max(1, min(_FEW // block, triton.next_power_of_2(rows)))
+    return Tiling(
+        rows,
+        int(sums_are_wide(N, V, D, rows, dtype)),
+        block,
+        max(1, min(16, each * block // 512)),
+        each,
+        classes_at_once(N, V, D, rows, dtype, _BLOCK_BUDGET),
+    )
 
 
 def tilings(case: Any) -> list[Tiling]:
-    """The default, other blocks, chunks of half as many rows, and float32 sums."""
+    """The default, other blocks or numbers of rows a program, chunks of half as many rows, float32 sums, and
+    chunks for some or all rows instead of blocks of classes."""
     V, D = case.weight.shape
     N, dtype = case.target.numel, case.x.dtype
     first = default(N, V, D, dtype)
     found = [first]
     if V > _WHOLE:
-        found += [first._replace(block=4096, warps=8), first._replace(warps=8)]
-    elif first.warps > 1:
-        found.append(first._replace(warps=first.warps // 2))
+        found += [first._replace(block=4096, warps=8), first._replace(block=16384, warps=32)]
+        if V <= 2 * _WHOLE and not (case.label_smoothing or case.softcap):  # else registers run out
+            found.append(first._replace(block=2 * _WHOLE, warps=32))
+    else:
+        if first.warps > 1:
+            found.append(first._replace(warps=first.warps // 2))
+        if first.block < _FEW:
+            found.append(first._replace(each=2 * first.each, warps=min(2 * first.warps, 8)))
+    if first.classes:
+        found += [first._replace(head=max(D // 64, 1) * 64), first._replace(classes=0)]
     half = max(first.rows // 2, 1)
-    found.append(first._replace(rows=half, wide=int(sums_are_wide(N, V, D, half, dtype))))
-    return list(dict.fromkeys([*found, first._replace(wide=1)]))
+    wide = int(sums_are_wide(N, V, D, half, dtype))
+    found += [first._replace(rows=half, wide=wide, classes=0), first._replace(wide=1, classes=0)]
+    return list(dict.fromkeys(found))
 
 
 def rows(
@@ -73,9 +101,14 @@ def rows(
     gradients: bool,
     tiling: Tiling,
 ) -> None:
-    """See `bakeoff.ops.linear_cross_entropy.chunks.Method`."""
-    _rows_kernel(
-        (logits.shape[0],),
+    """See `bakeoff.ops.linear_cross_entropy.method.Method`."""
+    N, V = logits.shape
+    short = tiling.block >= V
+    programs = triton.cdiv(N, tiling.each) if short else N
+    cut: dict[str, Any] = {"N": N, "ROWS": tiling.each} if short else {"TAIL": _tail(V, tiling.block)}
+    kernel = _short_kernel if short else _long_kernel
+    kernel(
+        (programs,),
         logits=logits,
         target=target.contiguous(),
         losses=losses,
@@ -86,13 +119,87 @@ def rows(
         smoothing=terms.label_smoothing,
         z_loss=terms.z_loss,
         softcap=terms.softcap,
-        V=logits.shape[1],
+        V=V,
         BLOCK=tiling.block,
         SMOOTH=terms.label_smoothing > 0,
         CAP=terms.softcap > 0,
         GRADIENTS=gradients,
         num_warps=tiling.warps,
+        **cut,
     )
+
+
+def part(
+    logits: Tensor, target: Tensor, begin: int, state: Tensor, first: bool, terms: Terms, tiling: Tiling
+) -> None:
+    """See `bakeoff.ops.linear_cross_entropy.method.Method`."""
+    N, V = logits.shape
+    block, warps = _cut(V, tiling)
+    _part_kernel(
+        (N,),
+        logits=logits,
+        target=target,
+        state=state,
+        row_units=logits.stride(0) // kernels.PADDED.value,
+        begin=begin,
+        N=N,
+        ignore_index=terms.ignore_index,
+        softcap=terms.softcap,
+        V=V,
+        BLOCK=block,
+        TAIL=_tail(V, block),
+        SMOOTH=terms.label_smoothing > 0,
+        CAP=terms.softcap > 0,
+        FIRST=first,
+        num_warps=warps,
+    )
+
+
+def slopes(
+    logits: Tensor,
+    target: Tensor,
+    begin: int,
+    most: Tensor,
+    weights: Tensor,
+    factors: Tensor,
+    V: int,
+    terms: Terms,
+    tiling: Tiling,
+) -> None:
+    """See `bakeoff.ops.linear_cross_entropy.method.Method`."""
+    N, here = logits.shape
+    block, warps = _cut(here, tiling)
+    _slopes_kernel(
+        (N,),
+        logits=logits,
+        target=target,
+        mosts=most,
+        weights=weights,
+        factors=factors,
+        row_units=logits.stride(0) // kernels.PADDED.value,
+        begin=begin,
+        ignore_index=terms.ignore_index,
+        even=terms.label_smoothing / V,
+        rest=1.0 - terms.label_smoothing,
+        softcap=terms.softcap,
+        V=here,
+        BLOCK=block,
+        TAIL=_tail(here, block),
+        SMOOTH=terms.label_smoothing > 0,
+        CAP=terms.softcap > 0,
+        num_warps=warps,
+    )
+
+
+def _tail(V: int, block: int) -> int:
+    """The tile of what is left of V behind whole blocks."""
+    return max(64, int(triton.next_power_of_2(V % block)))
+
+
+def _cut(V: int, tiling: Tiling) -> tuple[int, int]:
+    """Block and warps for a row's part of V classes."""
+    block = min(tiling.block, max(64, int(triton.next_power_of_2(V))))
+    return block, max(1, tiling.warps * block // tiling.block)
 
 
 def finish(
@@ -104,7 +211,7 @@ def finish(
     loss: Tensor,
     factor: Tensor | None,
 ) -> None:
-    """See `bakeoff.ops.linear_cross_entropy.chunks.Method`."""
+    """See `bakeoff.ops.linear_cross_entropy.method.Method`."""
     N = losses.numel()
     _finish_kernel(
         (1,),
@@ -134,6 +241,10 @@ def multiply(kept: Tensor, dloss: Tensor, factor: Tensor, out: Tensor) -> None:
 
 
 linear_cross_entropy = Chunked(
-    chunked_op("linear_cross_entropy", Method(rows, finish, multiply, default), Tilings(Tiling, tilings))
+    chunked_op(
+        "linear_cross_entropy",
+        Method(rows, part, slopes, finish, multiply, default),
+        Tilings(Tiling, tilings),
+    )
 )
 """For float16, bfloat16 and float32."""

@@ -1,0 +1,44 @@
+"""What candidates of linear_cross_entropy do between matrix products."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Method", "Terms"]
+
+
+class Terms(NamedTuple):
+    """What a row's loss is made of beside its logits."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    """0 for none."""
+
+
+class Method(NamedTuple):
+    """What a candidate does its own way."""
+
+    rows: Callable[..., None]
+    """rows(logits, target, losses, scale, terms, gradients, tiling): each row's loss, and where `gradients`
+    its derivative by its logits times its `scale` in the place of the logits."""
+    part: Callable[[Tensor, Tensor, int, Tensor, bool, Terms, Any], None]
+    """part(logits, target, begin, state, first, terms, tiling): adds the classes from `begin` on to `state`,
+    [5, N]: each row's largest logit, sum of exponentials below it, logit of its target, any one logit, set by
+    the call that is the `first`, and with label smoothing the sum of what logits are beyond that one. Rows
+    that are ignored may get anything."""
+    slopes: Callable[[Tensor, Tensor, int, Tensor, Tensor, Tensor, int, Terms, Any], None]
+    """slopes(logits, target, begin, most, weights, factors, V, terms, tiling): writes over logits l of the
+    classes from `begin` on their gradients, 0 in rows that are ignored, elsewhere
+    factors (weights exp(l - most) - smoothing / V - (1 - smoothing) [target])."""
+    finish: Callable[[Tensor, Tensor, Terms, str, float, Tensor, Tensor | None], None]
+    """finish(losses, target, terms, reduction, share, loss, factor): loss = the sum or mean of `losses`, and
+    where there is room for it factor = 1 / share, of a mean over the number of targets that count."""
+    multiply: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    """multiply(kept, dloss, factor, out): out = kept * dloss * factor, where out may be kept."""
+    tiling: Callable[[int, int, int, torch.dtype], Any]
+    """tiling(N, V, D, dtype): the default, a NamedTuple that has `rows`, `wide`, `classes` and
+    `head`."""
