@@ -45,8 +45,9 @@ class _Sizes:
     def __init__(self, q: Tensor, v: Tensor, w1: Tensor, chunk: int, read: str, tiling: Tiling | None):
         self.G, self.T, self.D = q.shape
         self.V, self.H = v.shape[2], w1.shape[1]
-        # A sequence shorter than a chunk takes the kernels of one that it would fill.
-        self.chunk = min(chunk, max(16, 1 << (self.T - 1).bit_length()))
+        # A few tokens, as in decoding, take the kernels of a short chunk. Not every length has its own, as
+        # these take seconds to compile.
+        self.chunk = min(chunk, 16) if self.T <= 16 else chunk
         self.C = -(-self.T // self.chunk)
         self.P = self.H * self.D + self.H + self.V * self.H + self.V
         tiling = tiling or tilings(self.H)[0]

@@ -7,14 +7,15 @@ from torch import Tensor
 
 from bakeoff.kernels.plan import Plan
 from bakeoff.kernels.triton import TritonKernel
-from bakeoff.ops.memory_scan.large.kernels import rows, state, weights
-from bakeoff.ops.memory_scan.large.spans import PARTS_OF_STATE, Sizes, Span, multiply, state_at, turned
+from bakeoff.ops.memory_scan.large.kernels import Tiling, rows, sums, weights
+from bakeoff.ops.memory_scan.large.spans import KEPT, PARTS_OF_STATE, Sizes, Span, state_at
 from bakeoff.ops.memory_scan.large.steps import orthogonalise
 
 __all__ = ["forward"]
 
-_weights_of, _step = TritonKernel(weights._weights_of), TritonKernel(state._step)
-_hidden, _errors, _slopes = (TritonKernel(k) for k in (rows._hidden, rows._errors, rows._slopes))
+_weights_of, _learn = TritonKernel(weights._weights_of), TritonKernel(sums._learn)
+_hidden, _answers = TritonKernel(rows._hidden), TritonKernel(rows._answers)
+_errors, _slopes = TritonKernel(rows._errors), TritonKernel(rows._slopes)
 
 
 def forward(
@@ -25,18 +26,23 @@ def forward(
     lr: Tensor, decay: Tensor, forget: Tensor, chunk: int, orthogonalize: int,
     o: Tensor, new_memory_w1: Tensor, new_memory_b1: Tensor, new_memory_w2: Tensor, new_memory_b2: Tensor,
     new_momentum_w1: Tensor, new_momentum_b1: Tensor, new_momentum_w2: Tensor, new_momentum_b2: Tensor,
-    z: Tensor | None, zq: Tensor | None, dh: Tensor | None, e: Tensor | None, tables: Tensor | None,
-    ends: Tensor | None, starts: Tensor | None, steps: Tensor | None,
+    z: Tensor | None, zq: Tensor | None, h: Tensor | None, hq: Tensor | None, dh: Tensor | None,
+    dz: Tensor | None, e: Tensor | None, tables: Tensor | None,
+    ends: Tensor | None, starts: Tensor | None, steps: Tensor | None, tiling: Tiling | None,
 ) -> None:  # fmt: skip
     """Chunk after chunk its queries, its keys and its update."""
     sizes = Sizes(q, v, memory_w1, chunk)
+    tiling = tiling or sizes.default("forward", q)
     # Where nothing is kept, two slots take turns.
     slots = sizes.C - 1 if starts is not None else min(sizes.C - 1, 2)
-    rooms = sizes.kept(q.dtype, orthogonalize, slots)
-    z, zq, dh, e, tables, ends, starts, steps = (
-        plan.empty(*room) if t is None else t
-        for t, room in zip((z, zq, dh, e, tables, ends, starts, steps), rooms, strict=True)
-    )
+    rooms = dict(zip(KEPT, sizes.kept(q.dtype, orthogonalize, slots), strict=True))
+
+    def made(given: Tensor | None, name: str) -> Tensor:
+        return plan.empty(*rooms[name]) if given is None else given
+
+    z, h, hq, dz, e = made(z, "z"), made(h, "h"), made(hq, "hq"), made(dz, "dz"), made(e, "e")
+    tables, ends, starts = made(tables, "tables"), made(ends, "ends"), made(starts, "starts")
+    steps = made(steps, "steps")
     q, k, v = plan.contiguous(q), plan.contiguous(k), plan.contiguous(v)
     lr, decay, forget = plan.contiguous(lr), plan.contiguous(decay), plan.contiguous(forget)
     old = (memory_w1, memory_b1, memory_w2, memory_b2, momentum_w1, momentum_b1, momentum_w2, momentum_b2)
@@ -48,64 +54,40 @@ def forward(
         G=sizes.G, T=sizes.T, C=sizes.C, **sizes.scan,
     )  # fmt: skip
     for c in range(sizes.C):
-        span = Span(plan, sizes, c)
+        span = Span(plan, sizes, c, tiling)
         new = last if c == sizes.C - 1 else state_at(plan, starts, c % slots, sizes)
-        sums = _rows_forward(span, q, k, v, here, lr, tables, o, z, zq, dh, e)
-        _state_forward(span, c, here, new, sums, ends, steps, orthogonalize, q.dtype)
+        _chunk_forward(
+            span, c, q, k, v, here, new, tables, ends, o, z, zq, h, hq, dh, dz, e, steps, orthogonalize
+        )  # fmt: skip
         here = new
 
 
-def _rows_forward(
-    span: Span, q: Tensor, k: Tensor, v: Tensor, here: Sequence[Tensor], lr: Tensor, tables: Tensor,
-    o: Tensor, z: Tensor, zq: Tensor, dh: Tensor, e: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Answers, and the sums over the chunk's tokens: both matrices' of memory and momentum in float32, and
-    those of the biases by tiles."""
+def _chunk_forward(
+    span: Span, c: int, q: Tensor, k: Tensor, v: Tensor, here: Sequence[Tensor], new: Sequence[Tensor],
+    tables: Tensor, ends: Tensor, o: Tensor, z: Tensor, zq: Tensor | None, h: Tensor, hq: Tensor,
+    dh: Tensor | None, dz: Tensor, e: Tensor, steps: Tensor, orthogonalize: int,
+) -> None:  # fmt: skip
+    """Answers, and the state behind the chunk."""
     plan, sizes, dtype = span.plan, span.sizes, q.dtype
-    G, D, H, V = sizes.G, sizes.D, sizes.H, sizes.V
+    H, V = sizes.H, sizes.V
     w1, b1, w2, b2 = here[:4]
     if dtype != w1.dtype:
         w1, w2 = plan.derive(Tensor.to, w1, dtype), plan.derive(Tensor.to, w2, dtype)
-    keys = span.of(k)
-    plan.run(multiply, keys, turned(plan, w1), span.of(z))
-    plan.run(multiply, span.of(q), turned(plan, w1), span.of(zq))
-    h, hq = span.room(H, dtype), span.room(H, dtype)
-    span.launch(_hidden, sizes.units, z=z, zq=zq, b1=b1, h=h, hq=hq)
-    y = span.room(V, dtype)
-    plan.run(multiply, h, turned(plan, w2), y)
-    plan.run(multiply, hq, turned(plan, w2), span.of(o))
-    rows2, sums2 = span.room(2 * V, dtype), span.sums(2 * V)
-    span.launch(
-        _errors, sizes.outputs, y=y, v=v, o=o, b2=b2, lr=lr, tables=tables, e=e, weighted=rows2, sums=sums2
-    )
-    plan.run(multiply, span.of(e), w2, span.of(dh))
-    rows1, sums1 = span.room(2 * H, dtype), span.sums(2 * H)
-    span.launch(_slopes, sizes.units, z=z, dh=dh, b1=b1, lr=lr, tables=tables, weighted=rows1, sums=sums1)
-    matrix1 = plan.empty((G, 2 * H, D), torch.float32)
-    matrix2 = plan.empty((G, 2 * V, H), torch.float32)
-    plan.run(multiply, turned(plan, rows1), keys, matrix1)
-    plan.run(multiply, turned(plan, rows2), h, matrix2)
-    return matrix1, matrix2, sums1, sums2
-
-
-def _state_forward(
-    span: Span, c: int, here: Sequence[Tensor], new: Sequence[Tensor], sums: Sequence[Tensor], ends: Tensor,
-    steps: Tensor, orthogonalize: int, dtype: torch.dtype,
-) -> None:  # fmt: skip
-    """The state behind the chunk."""
-    plan, sizes = span.plan, span.sizes
+    sums1, sums2 = span.sums(2 * H), span.sums(2 * V)
+    span.over_rows(_hidden, H, x=q, w1=w1, b1=b1, z=zq, h=hq)
+    span.over_rows(_answers, V, hq=hq, w2=w2, b2=b2, o=o)
+    span.over_rows(_hidden, H, x=k, w1=w1, b1=b1, z=z, h=h)
+    span.over_rows(_errors, V, h=h, w2=w2, b2=b2, v=v, tables=tables, e=e, sums=sums2)
+    span.over_rows(_slopes, H, e=e, w2=w2, z=z, b1=b1, tables=tables, dh=dh, dz=dz, sums=sums1)
     before: dict[str, Tensor | None] = dict(zip(PARTS_OF_STATE, here, strict=True))
     after = dict(zip(PARTS_OF_STATE, new, strict=True))
     if orthogonalize:
         before |= {"w1": None, "w2": None}
-        after |= {
-            "w1": plan.empty(new[0].shape, torch.float32),
-            "w2": plan.empty(new[2].shape, torch.float32),
-        }
-    plan.launch(
-        _step, (sizes.G * sizes.programs,), **before, **{f"new_{name}": part for name, part in after.items()},
-        **dict(zip(("matrix1", "matrix2", "sums1", "sums2"), sums, strict=True)), ends=ends,
-        tiles=span.tiles, c=c, C=sizes.C, **sizes.block,
+        after |= {name: plan.empty(after[name].shape, torch.float32) for name in ("w1", "w2")}
+    span.over_all(
+        _learn, 1, k=k, h=h, dz=dz, e=e, tables=tables, **before,
+        **{f"new_{name}": part for name, part in after.items()}, sums1=sums1, sums2=sums2, ends=ends, c=c,
+        C=sizes.C,
     )  # fmt: skip
     if orthogonalize:
         for name, at in (("w1", 0), ("w2", 2)):

@@ -1,11 +1,16 @@
 """The ``large`` candidate of memory_scan as an op."""
 
+from typing import Any
+
 from torch import Tensor
 
+from bakeoff import hardware
 from bakeoff.kernels.op import kernel_op
+from bakeoff.kernels.variants import Tilings
+from bakeoff.ops.memory_scan.large import kernels
 from bakeoff.ops.memory_scan.large.backward import backward
 from bakeoff.ops.memory_scan.large.forward import forward
-from bakeoff.ops.memory_scan.large.spans import Sizes
+from bakeoff.ops.memory_scan.large.spans import KEPT, Sizes
 
 __all__ = ["memory_scan"]
 
@@ -33,6 +38,17 @@ def keeps(
     return tuple(q.new_empty(shape, dtype=dtype) for shape, dtype in rooms)  # type: ignore[return-value]
 
 
+def _tilings(axis: str) -> Tilings:
+    def of(case: Any) -> list[kernels.Tiling]:
+        rows, multiprocessors = (
+            case.q.shape[0] * min(case.chunk, case.q.shape[1]),
+            hardware.multiprocessors(case.device),
+        )
+        return kernels.tilings(axis, rows, case.memory_w1.shape[1], case.q.dtype.itemsize, multiprocessors)
+
+    return Tilings(kernels.Tiling, of)
+
+
 memory_scan = kernel_op(
     "memory_scan.large",
     results=results,
@@ -41,8 +57,9 @@ memory_scan = kernel_op(
         *(f"new_{whole}_{part}" for whole in ("memory", "momentum") for part in ("w1", "b1", "w2", "b2")),
     ),
     keeps=keeps,
-    kept=("z", "zq", "dh", "e", "tables", "ends", "starts", "steps"),
+    kept=KEPT,
     forward=forward,
     backward=backward,
+    tilings={axis: _tilings(axis) for axis in ("forward", "backward")},
 )
 """For float16, bfloat16 and float32 tokens with read "chunk", any chunks."""

@@ -1,82 +1,106 @@
-"""What stands between the products over a large chunk's tokens.
+"""Products over a large chunk's tokens, and what stands behind each, before it leaves the registers.
 
-A program has a tile of ROWS tokens and COLS columns. What is kept for the backward has a row for each of a
-group's T tokens, the rest for each of the chunk's b, which begin at `first`. Z lies without its bias.
+A program has a tile of ROWS tokens and COLS columns, and takes DEEP elements of the sum at a time. Tiles of
+the same tokens follow each other, so that the L2 reads these once. What is kept for the backward has a row
+for each of a group's T tokens, the rest for each of the chunk's b, which begin at `first`. Z lies without its
+bias.
 """
 
 import triton
 import triton.language as tl
 
 from bakeoff.ops.memory_scan.kernels.tiles import _slope
+from bakeoff.ops.memory_update.kernels.products import _product
 
-__all__ = ["_errors", "_from_errors", "_from_slopes", "_hidden", "_slopes", "_to_hidden"]
-
-
-@triton.jit
-def _place(T, first, b, WIDTH, ROWS: tl.constexpr, COLS: tl.constexpr):
-    # A program's group, row tile, rows of what has T rows a group and of what has b, columns, what exists.
-    tiles = tl.cdiv(b, ROWS)
-    tile = tl.program_id(0).to(tl.int64)
-    g = tile // tiles
-    t = (tile % tiles) * ROWS + tl.arange(0, ROWS)
-    j = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = (t < b)[:, None] & (j < WIDTH)[None, :]
-    return g, tile, g * T + first + t, g * b + t, t < b, j, inside
+__all__ = ["_answers", "_errors", "_from_errors", "_from_queries", "_from_slopes", "_hidden", "_slopes",
+           "_to_hidden", "_to_keys"]  # fmt: skip
 
 
 @triton.jit
-def _read(x, row, j, WIDTH, inside):
-    return tl.load(x + row[:, None] * WIDTH + j[None, :], mask=inside, other=0.0).to(tl.float32)
+def _place(T, first, b, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    # A program's group, row tile, column tile, first row of what has T rows a group and of what has b, which
+    # of its rows exist, its columns, what exists.
+    tiles: tl.constexpr = (WIDTH + COLS - 1) // COLS
+    tile = (tl.program_id(0) // tiles).to(tl.int64)
+    down = tl.cdiv(b, ROWS)
+    g, start = tile // down, (tile % down) * ROWS
+    here = tl.arange(0, ROWS) < b - start
+    column = tl.program_id(0) % tiles
+    j = column * COLS + tl.arange(0, COLS)
+    inside = here[:, None] & (j < WIDTH)[None, :]
+    return g, tile, column, g * T + first + start, g * b + start, here, j, inside
 
 
 @triton.jit
-def _write(x, value, row, j, WIDTH, inside):
-    tl.store(x + row[:, None] * WIDTH + j[None, :], value.to(x.dtype.element_ty), mask=inside)
+def _read(x, row, j, STRIDE: tl.constexpr, inside):
+    at = tl.arange(0, inside.shape[0])[:, None] * STRIDE + j[None, :]
+    return tl.load(x + row * STRIDE + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _bias(x, g, j, WIDTH):
+def _write(x, value, row, j, STRIDE: tl.constexpr, inside):
+    at = tl.arange(0, inside.shape[0])[:, None] * STRIDE + j[None, :]
+    tl.store(x + row * STRIDE + at, value.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bias(x, g, j, WIDTH: tl.constexpr):
     return tl.load(x + g * WIDTH + j, mask=j < WIDTH, other=0.0)[None, :]
 
 
 @triton.jit
-def _weights(lr, tables, rows, G, T, here):
+def _weights(tables, row, G, T, here):
     # What the tokens' gradients count in the memory and in the momentum, [ROWS, 1].
-    rate = tl.load(lr + rows, mask=here, other=0.0).to(tl.float32)
-    total = tl.load(tables + rows, mask=here, other=0.0)
-    left = tl.load(tables + G * T + rows, mask=here, other=0.0)
-    return (rate * total)[:, None], (rate * left)[:, None]
+    at = tables + row + tl.arange(0, here.shape[0])
+    in_memory = tl.load(at + 3 * G * T, mask=here, other=0.0)
+    in_momentum = tl.load(at + 4 * G * T, mask=here, other=0.0)
+    return in_memory[:, None], in_momentum[:, None]
 
 
 @triton.jit(do_not_specialize=["T", "first", "b"])
 def _hidden(
-    z, zq, b1, h, hq, T: tl.int64, first: tl.int64, b: tl.int64,
-    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    x, w1, b1, z, h, T: tl.int64, first: tl.int64, b: tl.int64,
+    D: tl.constexpr, H: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # s(Z + b1) of keys and queries: 4 elements a hidden unit and token.
-    g, _, rows, own, _, j, inside = _place(T, first, b, H, ROWS, COLS)
-    bias = _bias(b1, g, j, H)
-    x = _read(z, rows, j, H, inside) + bias
-    _write(h, x * tl.sigmoid(x), own, j, H, inside)
-    x = _read(zq, rows, j, H, inside) + bias
-    _write(hq, x * tl.sigmoid(x), own, j, H, inside)
+    # Z = x W1' and s(Z + b1): 2 D H FLOPs a token, D elements read and 2 H written.
+    g, _, _, row, _, here, j, inside = _place(T, first, b, H, ROWS, COLS)
+    found = tl.zeros((ROWS, COLS), tl.float32)
+    found = _product(found, x + row * D, D, w1 + g * H * D, here, j, j < H, D, H, True, DEEP, PRECISION)
+    kept = found.to(h.dtype.element_ty)
+    if z is not None:
+        _write(z, kept, row, j, H, inside)
+    found = kept.to(tl.float32) + _bias(b1, g, j, H)
+    _write(h, found * tl.sigmoid(found), row, j, H, inside)
+
+
+@triton.jit(do_not_specialize=["T", "first", "b"])
+def _answers(
+    hq, w2, b2, o, T: tl.int64, first: tl.int64, b: tl.int64,
+    H: tl.constexpr, V: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # s(Zq) W2' + b2: 2 H V FLOPs a token, H elements read and V written.
+    g, _, _, row, _, here, j, inside = _place(T, first, b, V, ROWS, COLS)
+    found = tl.zeros((ROWS, COLS), tl.float32)
+    found = _product(found, hq + row * H, H, w2 + g * V * H, here, j, j < V, H, V, True, DEEP, PRECISION)
+    _write(o, found + _bias(b2, g, j, V), row, j, V, inside)
 
 
 @triton.jit(do_not_specialize=["G", "T", "first", "b"])
 def _errors(
-    y, v, o, b2, lr, tables, e, weighted, sums, G: tl.int64, T: tl.int64, first: tl.int64, b: tl.int64,
-    V: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    h, w2, b2, v, tables, e, sums, G: tl.int64, T: tl.int64, first: tl.int64, b: tl.int64,
+    H: tl.constexpr, V: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # E = 2 (y + b2 - v) and, next to each other, E in memory and in momentum, with their tile's sums over
-    # rows. `o` gets its bias. 7 elements an output and token.
-    g, tile, rows, own, here, j, inside = _place(T, first, b, V, ROWS, COLS)
-    bias = _bias(b2, g, j, V)
-    _write(o, _read(o, rows, j, V, inside) + bias, rows, j, V, inside)
-    error = 2 * (_read(y, own, j, V, inside) + bias - _read(v, rows, j, V, inside))
-    _write(e, error, rows, j, V, inside)
-    in_memory, in_momentum = _weights(lr, tables, rows, G, T, here)
-    _write(weighted, in_memory * error, own, j, 2 * V, inside)
-    _write(weighted, in_momentum * error, own, V + j, 2 * V, inside)
+    # E = 2 (s(Z) W2' + b2 - v) and, next to each other, its tile's sums over rows in memory and in momentum:
+    # 2 H V FLOPs a token, H + V elements read and V written.
+    g, tile, _, row, _, here, j, inside = _place(T, first, b, V, ROWS, COLS)
+    error = tl.zeros((ROWS, COLS), tl.float32)
+    error = _product(error, h + row * H, H, w2 + g * V * H, here, j, j < V, H, V, True, DEEP, PRECISION)
+    error = 2 * (error + _bias(b2, g, j, V) - _read(v, row, j, V, inside))
+    _write(e, error, row, j, V, inside)
+    in_memory, in_momentum = _weights(tables, row, G, T, here)
     sums += tile * 2 * V + j  # rows that don't exist weigh 0
     tl.store(sums, tl.sum(in_memory * error, 0), mask=j < V)
     tl.store(sums + V, tl.sum(in_momentum * error, 0), mask=j < V)
@@ -84,16 +108,21 @@ def _errors(
 
 @triton.jit(do_not_specialize=["G", "T", "first", "b"])
 def _slopes(
-    z, dh, b1, lr, tables, weighted, sums, G: tl.int64, T: tl.int64, first: tl.int64, b: tl.int64,
-    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    e, w2, z, b1, tables, dh, dz, sums, G: tl.int64, T: tl.int64, first: tl.int64, b: tl.int64,
+    H: tl.constexpr, V: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # dZ = dH s'(Z + b1) in memory and in momentum, as in `_errors`: 4 elements a hidden unit and token.
-    g, tile, rows, own, here, j, inside = _place(T, first, b, H, ROWS, COLS)
-    _, slope, _ = _slope(_read(z, rows, j, H, inside) + _bias(b1, g, j, H))
-    slope *= _read(dh, rows, j, H, inside)
-    in_memory, in_momentum = _weights(lr, tables, rows, G, T, here)
-    _write(weighted, in_memory * slope, own, j, 2 * H, inside)
-    _write(weighted, in_momentum * slope, own, H + j, 2 * H, inside)
+    # dH = E W2 and dZ = dH s'(Z + b1), with sums as in `_errors`: 2 H V FLOPs a token, V + H elements read
+    # and 2 H written.
+    g, tile, _, row, _, here, j, inside = _place(T, first, b, H, ROWS, COLS)
+    carried = tl.zeros((ROWS, COLS), tl.float32)
+    carried = _product(carried, e + row * V, V, w2 + g * V * H, here, j, j < H, V, H, False, DEEP, PRECISION)
+    if dh is not None:
+        _write(dh, carried, row, j, H, inside)
+    _, slope, _ = _slope(_read(z, row, j, H, inside) + _bias(b1, g, j, H))
+    slope *= carried
+    _write(dz, slope, row, j, H, inside)
+    in_memory, in_momentum = _weights(tables, row, G, T, here)
     sums += tile * 2 * H + j
     tl.store(sums, tl.sum(in_memory * slope, 0), mask=j < H)
     tl.store(sums + H, tl.sum(in_momentum * slope, 0), mask=j < H)
@@ -103,76 +132,145 @@ def _slopes(
 
 
 @triton.jit
-def _row_dots(dots, along, asked, row, part, here, PARTS):
-    # A column tile's share of what arrives for the tokens' weights in memory and in momentum.
-    at = dots + (row * PARTS + part) * 2
-    tl.store(at, -tl.sum(along[0] * asked, 1), mask=here)
-    tl.store(at + 1, -tl.sum(along[1] * asked, 1), mask=here)
+def _row_dots(dots, along, asked, row, part, here, PARTS, rows):
+    # A column tile's share of what arrives for the tokens' weights in memory or in momentum; `dots`
+    # [2, PARTS, rows].
+    at = dots + part * rows + row + tl.arange(0, here.shape[0])
+    tl.store(at, -tl.sum(along * asked, 1), mask=here)
+
+
+@triton.jit
+def _in_both(
+    x, STRIDE: tl.constexpr, narrow, here, j, in_memory, in_momentum,
+    WIDE: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # x's products with both of what arrives for a matrix [STRIDE, WIDE] in memory and in momentum, weighted.
+    there = j < WIDE
+    found = tl.zeros((here.shape[0], j.shape[0]), tl.float32)
+    found = _product(found, x, STRIDE, narrow, here, j, there, STRIDE, WIDE, False, DEEP, PRECISION)
+    both = in_memory * found
+    narrow += STRIDE * WIDE
+    found = tl.zeros((here.shape[0], j.shape[0]), tl.float32)
+    found = _product(found, x, STRIDE, narrow, here, j, there, STRIDE, WIDE, False, DEEP, PRECISION)
+    return both + in_momentum * found
+
+
+@triton.jit
+def _asked(
+    x, DEPTH: tl.constexpr, narrow, of_memory, of_momentum, along, row_dots, row, part, rows, here, g, j,
+    in_memory, in_momentum, WIDTH: tl.constexpr, PARTS: tl.constexpr, DEEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    # What arrives for `along` [tokens, WIDTH], the gradients' factor beside x: x's products with both of what
+    # arrives for the matrix [WIDTH, DEPTH], weighted. To `row_dots` their products with `along`.
+    there, inside = j < WIDTH, here[:, None] & (j < WIDTH)[None, :]
+    found = tl.zeros((here.shape[0], j.shape[0]), tl.float32)
+    found = _product(found, x, DEPTH, narrow, here, j, there, DEPTH, WIDTH, True, DEEP, PRECISION)
+    found += _bias(of_memory, g, j, WIDTH)
+    _row_dots(row_dots, _read(along, row, j, WIDTH, inside), found, row, part, here, PARTS, rows)
+    both = in_memory * found
+    narrow += WIDTH * DEPTH
+    found = tl.zeros((here.shape[0], j.shape[0]), tl.float32)
+    found = _product(found, x, DEPTH, narrow, here, j, there, DEPTH, WIDTH, True, DEEP, PRECISION)
+    found += _bias(of_momentum, g, j, WIDTH)
+    _row_dots(row_dots, _read(along, row, j, WIDTH, inside), found, row, PARTS + part, here, PARTS, rows)
+    return both + in_momentum * found
 
 
 @triton.jit(do_not_specialize=["G", "T", "first", "b"])
 def _from_slopes(
-    z, dh, asked, b1, b1_bar, c1_bar, lr, tables, h, dh_bar, rows1, row_dots,
+    k, narrow1, z, dh, dz, b1, b1_bar, c1_bar, tables, dh_bar, z_bar, row_dots,
     G: tl.int64, T: tl.int64, first: tl.int64, b: tl.int64,
-    H: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    D: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # `asked` are the keys' products with what arrives for W1 and S1. Gives s(Z), what arrives for dH, and
-    # in rows1 [3 H] dZ in memory and in momentum, both negative, and what arrives for Z from dZ alone.
-    # 9 elements a hidden unit and token.
-    g, _, rows, own, here, j, inside = _place(T, first, b, H, ROWS, COLS)
-    unit, slope, bend = _slope(_read(z, rows, j, H, inside) + _bias(b1, g, j, H))
-    carried = _read(dh, rows, j, H, inside)
-    to_memory = _read(asked, own, j, 2 * H, inside) + _bias(b1_bar, g, j, H)
-    to_momentum = _read(asked, own, H + j, 2 * H, inside) + _bias(c1_bar, g, j, H)
-    in_memory, in_momentum = _weights(lr, tables, rows, G, T, here)
-    arrives = -(in_memory * to_memory + in_momentum * to_momentum)
-    _row_dots(row_dots, (to_memory, to_momentum), carried * slope, rows, tl.program_id(1), here, PARTS)
-    _write(h, unit, own, j, H, inside)
+    # Asks what arrives for W1 and S1 with the keys. Gives what arrives for dH, and for Z from dZ alone.
+    # 4 D H FLOPs a token, D + 3 H elements read and 2 H written.
+    g, _, column, row, own, here, j, inside = _place(T, first, b, H, ROWS, COLS)
+    in_memory, in_momentum = _weights(tables, row, G, T, here)
+    arrives = -_asked(
+        k + row * D, D, narrow1 + g * 3 * H * D, b1_bar, c1_bar, dz, row_dots, row, column, G * T, here, g, j,
+        in_memory, in_momentum, H, PARTS, DEEP, PRECISION,
+    )  # fmt: skip
+    _, slope, bend = _slope(_read(z, row, j, H, inside) + _bias(b1, g, j, H))
     _write(dh_bar, arrives * slope, own, j, H, inside)
-    _write(rows1, -in_memory * carried * slope, own, j, 3 * H, inside)
-    _write(rows1, -in_momentum * carried * slope, own, H + j, 3 * H, inside)
-    _write(rows1, arrives * carried * bend, own, 2 * H + j, 3 * H, inside)
+    _write(z_bar, arrives * bend * _read(dh, row, j, H, inside), own, j, H, inside)
 
 
 @triton.jit(do_not_specialize=["G", "T", "first", "b"])
 def _from_errors(
-    e, asked, back, do, b2_bar, c2_bar, lr, tables, rows2, dv, sums, row_dots,
+    h, dh_bar, narrow2, e, do, b2_bar, c2_bar, tables, dv, sums, row_dots,
     G: tl.int64, T: tl.int64, first: tl.int64, b: tl.int64,
-    V: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    H: tl.constexpr, V: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # `asked` are the hidden units' products with what arrives for W2 and S2, `back` those of what arrives
-    # for dH with W2. Gives in rows2 [3 V] E in memory and in momentum, both negative, and what arrives for
-    # the answers to keys, whose negative is dv. 9 elements an output and token.
-    g, tile, rows, own, here, j, inside = _place(T, first, b, V, ROWS, COLS)
-    error = _read(e, rows, j, V, inside)
-    to_memory = _read(asked, own, j, 2 * V, inside) + _bias(b2_bar, g, j, V)
-    to_momentum = _read(asked, own, V + j, 2 * V, inside) + _bias(c2_bar, g, j, V)
-    in_memory, in_momentum = _weights(lr, tables, rows, G, T, here)
-    arrives = 2 * (_read(back, own, j, V, inside) - (in_memory * to_memory + in_momentum * to_momentum))
-    part = PART + tl.program_id(1)
-    _row_dots(row_dots, (to_memory, to_momentum), error, rows, part, here, PARTS)
-    _write(rows2, -in_memory * error, own, j, 3 * V, inside)
-    _write(rows2, -in_momentum * error, own, V + j, 3 * V, inside)
-    _write(rows2, arrives, own, 2 * V + j, 3 * V, inside)
-    _write(dv, -arrives, rows, j, V, inside)
-    total = tl.sum(arrives + _read(do, rows, j, V, inside), 0)
+    # Asks what arrives for W2 and S2 with the hidden units, and W2 with what arrives for dH. Gives dv, the
+    # negative of what arrives for the answers to keys. 6 H V FLOPs a token, 2 H + 2 V elements read and V
+    # written.
+    g, tile, column, row, own, here, j, inside = _place(T, first, b, V, ROWS, COLS)
+    matrix = narrow2 + g * 3 * V * H
+    in_memory, in_momentum = _weights(tables, row, G, T, here)
+    arrives = -_asked(
+        h + row * H, H, matrix, b2_bar, c2_bar, e, row_dots, row, PART + column, G * T, here, g, j,
+        in_memory, in_momentum, V, PARTS, DEEP, PRECISION,
+    )  # fmt: skip
+    arrives = 2 * _product(
+        arrives, dh_bar + own * H, H, matrix + 2 * V * H, here, j, j < V, H, V, True, DEEP, PRECISION
+    )
+    _write(dv, -arrives, row, j, V, inside)
+    # Rows that don't exist have biases alone, weighed with 0.
+    total = tl.sum(arrives + _read(do, row, j, V, inside), 0)
     tl.store(sums + tile * V + j, total, mask=j < V)
 
 
-@triton.jit(do_not_specialize=["T", "first", "b"])
+@triton.jit(do_not_specialize=["G", "T", "first", "b"])
 def _to_hidden(
-    z, zq, b1, h_bar, hq_bar, rows1, hq, zq_bar, sums, T: tl.int64, first: tl.int64, b: tl.int64,
-    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    e, dv, narrow2, z, b1, tables, z_bar, sums, G: tl.int64, T: tl.int64, first: tl.int64, b: tl.int64,
+    H: tl.constexpr, V: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # What arrives for Z, added up in rows1, and for the queries' Z; s of the latter. 8 elements a hidden
-    # unit and token.
-    g, tile, rows, own, _, j, inside = _place(T, first, b, H, ROWS, COLS)
-    bias = _bias(b1, g, j, H)
-    _, slope, _ = _slope(_read(z, rows, j, H, inside) + bias)
-    arrives = _read(rows1, own, 2 * H + j, 3 * H, inside) + _read(h_bar, own, j, H, inside) * slope
-    _write(rows1, arrives, own, 2 * H + j, 3 * H, inside)
-    unit, slope, _ = _slope(_read(zq, rows, j, H, inside) + bias)
-    asks = _read(hq_bar, own, j, H, inside) * slope
-    _write(hq, unit, own, j, H, inside)
+    # What arrives for Z of keys, added up in z_bar: 6 H V FLOPs a token, 2 V + 2 H elements read and H
+    # written.
+    g, tile, _, row, own, here, j, inside = _place(T, first, b, H, ROWS, COLS)
+    matrix = narrow2 + g * 3 * V * H
+    in_memory, in_momentum = _weights(tables, row, G, T, here)
+    less = _in_both(e + row * V, V, matrix, here, j, in_memory, in_momentum, H, DEEP, PRECISION)
+    matrix += 2 * V * H
+    less = _product(less, dv + row * V, V, matrix, here, j, j < H, V, H, False, DEEP, PRECISION)
+    _, slope, _ = _slope(_read(z, row, j, H, inside) + _bias(b1, g, j, H))
+    arrives = _read(z_bar, own, j, H, inside) - less * slope
+    _write(z_bar, arrives, own, j, H, inside)
+    tl.store(sums + tile * 2 * H + j, tl.sum(arrives, 0), mask=j < H)
+
+
+@triton.jit(do_not_specialize=["G", "T", "first", "b"])
+def _to_keys(
+    dz, z_bar, narrow1, tables, dk, G: tl.int64, T: tl.int64, first: tl.int64, b: tl.int64,
+    D: tl.constexpr, H: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # What arrives for keys: 6 D H FLOPs a token, 2 H elements read and D written.
+    g, _, _, row, own, here, j, inside = _place(T, first, b, D, ROWS, COLS)
+    matrix = narrow1 + g * 3 * H * D
+    in_memory, in_momentum = _weights(tables, row, G, T, here)
+    found = -_in_both(dz + row * H, H, matrix, here, j, in_memory, in_momentum, D, DEEP, PRECISION)
+    matrix += 2 * H * D
+    found = _product(found, z_bar + own * H, H, matrix, here, j, j < D, H, D, False, DEEP, PRECISION)
+    _write(dk, found, row, j, D, inside)
+
+
+@triton.jit(do_not_specialize=["T", "first", "b"])
+def _from_queries(
+    do, narrow2, zq, b1, zq_bar, sums, T: tl.int64, first: tl.int64, b: tl.int64,
+    H: tl.constexpr, V: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # What arrives for Z of queries: 2 H V FLOPs a token, V + H elements read and H written.
+    g, tile, _, row, own, here, j, inside = _place(T, first, b, H, ROWS, COLS)
+    w2 = narrow2 + (g * 3 + 2) * V * H
+    asks = tl.zeros((ROWS, COLS), tl.float32)
+    asks = _product(asks, do + row * V, V, w2, here, j, j < H, V, H, False, DEEP, PRECISION)
+    _, slope, _ = _slope(_read(zq, row, j, H, inside) + _bias(b1, g, j, H))
+    asks *= slope
     _write(zq_bar, asks, own, j, H, inside)
-    tl.store(sums + tile * H + j, tl.sum(arrives + asks, 0), mask=j < H)
+    tl.store(sums + tile * 2 * H + H + j, tl.sum(asks, 0), mask=j < H)

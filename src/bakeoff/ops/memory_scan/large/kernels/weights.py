@@ -2,9 +2,9 @@
 
 Behind token i the memory keeps K_i = (1 - forget_{i+1}) ... (1 - forget_b) and the momentum P_i = decay_{i+1}
 ... decay_b. With T_i = K_i + decay_{i+1} T_{i+1}, T_b = 1, token i's gradient counts G_bi = lr_i T_i in the
-memory and n_bi = lr_i P_i in the momentum. `tables` [3, G, T] holds T, P and K, `ends` [G, C, 3] what is left
-of memory and momentum in the memory, beta and f, and of the momentum, m: a token before the first one. No
-division, so that rates of exactly 0 and 1 are like all others.
+memory and n_bi = lr_i P_i in the momentum. `tables` [5, G, T] holds T, P, K, G and n, `ends` [G, C, 3] what
+is left of memory and momentum in the memory, beta and f, and of the momentum, m: a token before the first
+one. No division, so that rates of exactly 0 and 1 are like all others.
 """
 
 import triton
@@ -29,7 +29,7 @@ def _weights_of(
     lr, decay, forget, tables, ends, G: tl.int64, T: tl.int64, C: tl.int64, chunk: tl.int64,
     SCAN: tl.constexpr,
 ):  # fmt: skip
-    # One chunk of one group a program, from its last token to its first. 24 bytes a token.
+    # One chunk of one group a program, from its last token to its first. 32 bytes a token.
     g, c = tl.program_id(0).to(tl.int64) // C, tl.program_id(0).to(tl.int64) % C
     b = tl.minimum(chunk, T - c * chunk)
     first = g * T + c * chunk
@@ -47,6 +47,9 @@ def _weights_of(
         tl.store(at, totals, mask=i >= 0)
         tl.store(at + G * T, lefts, mask=i >= 0)
         tl.store(at + 2 * G * T, kepts, mask=i >= 0)
+        rate = tl.load(lr + first + i, mask=i >= 0, other=0.0).to(tl.float32)
+        tl.store(at + 3 * G * T, rate * totals, mask=i >= 0)
+        tl.store(at + 4 * G * T, rate * lefts, mask=i >= 0)
         kept, left, total = _last(kepts, r, SCAN), _last(lefts, r, SCAN), _last(totals, r, SCAN)
     fade = tl.load(decay + first).to(tl.float32)
     at = ends + (g * C + c) * 3
@@ -64,13 +67,15 @@ def _then_back(f1, k1, m1, t1, u1, p1, f2, k2, m2, t2, u2, p2):
 
 
 @triton.jit
-def _arrived(row_dots, at, inside, PARTS):
-    # What arrives for the tokens' weights in memory and in momentum.
+def _arrived(row_dots, at, inside, rows, PARTS: tl.constexpr):
+    # What arrives for the tokens' weights in memory and in momentum; `row_dots` [2, PARTS, rows].
     in_memory, in_momentum = tl.zeros(at.shape, tl.float32), tl.zeros(at.shape, tl.float32)
-    for part in range(PARTS):
-        share = row_dots + (at * PARTS + part) * 2
-        in_memory += tl.load(share, mask=inside, other=0.0)
-        in_momentum += tl.load(share + 1, mask=inside, other=0.0)
+    for start in range(0, PARTS, 4):
+        for part in tl.static_range(4):
+            own = row_dots + (start + part) * rows + at
+            some = inside & (start + part < PARTS)
+            in_memory += tl.load(own, mask=some, other=0.0)
+            in_momentum += tl.load(own + PARTS * rows, mask=some, other=0.0)
     return in_memory, in_momentum
 
 
@@ -102,7 +107,7 @@ def _weights_of_backward(
         rate = tl.load(lr + first + i - 1, mask=before, other=0.0).to(tl.float32)
         keep = 1.0 - tl.load(forget + first + i - 1, mask=before, other=0.0).to(tl.float32)
         fade = tl.load(decay + first + i - 1, mask=before, other=1.0).to(tl.float32)
-        in_memory, in_momentum = _arrived(row_dots, first + i - 1, before, PARTS)
+        in_memory, in_momentum = _arrived(row_dots, first + i - 1, before, G * T, PARTS)
         in_memory, in_momentum = rate * in_memory, rate * in_momentum
         through = tl.associative_scan(
             (fade, keep, tl.where(before, fade, 0.0), in_memory, in_memory, in_momentum), 0, _then_back
@@ -114,7 +119,7 @@ def _weights_of_backward(
         total_i = tl.load(at, mask=inside, other=0.0)
         left_i = tl.load(at + G * T, mask=inside, other=0.0)
         kept_i = tl.load(at + 2 * G * T, mask=inside, other=0.0)
-        in_memory, in_momentum = _arrived(row_dots, first + i, inside, PARTS)
+        in_memory, in_momentum = _arrived(row_dots, first + i, inside, G * T, PARTS)
         dlr_i, ddecay_i = in_memory * total_i + in_momentum * left_i, totals * total_i + lefts * left_i
         tl.store(dlr + first + i, dlr_i.to(dlr.dtype.element_ty), mask=inside)
         tl.store(ddecay + first + i, ddecay_i.to(ddecay.dtype.element_ty), mask=inside)
