@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bakeoff.errors import Unsupported
+from bakeoff.kernels import variants
 from bakeoff.ops.memory_scan import OP, memory_scan
 from bakeoff.ops.memory_scan.large import kernels
 from bakeoff.ops.memory_scan.large.scan import memory_scan as large
@@ -16,11 +17,14 @@ from tests.interp.test_memory_scan import assert_native, tensors
 FLATTENED = 1e-4
 
 
+TILES = kernels.Tiling(16, 16, 16, 4, 2, 16, 16, 0, 16, 16, 16, 4, 2)
+
+
 @pytest.mark.parametrize(
     ("shape", "chunk", "orthogonalize"),
     [
         ((2, 5, 5, 6, 3), 2, 0),  # three chunks, the last one shorter
-        ((1, 20, 3, 130, 4), 64, 0),  # two tiles of tokens and of hidden units; less than a chunk
+        ((1, 20, 3, 70, 4), 64, 0),  # less than a chunk
         ((1, 5, 3, 4, 2), 3, 5),
         ((1, 4, 2, 3, 5), 1, 1),
     ],
@@ -29,6 +33,12 @@ FLATTENED = 1e-4
 def test_forward_and_gradients(shape, chunk, orthogonalize):
     bound = FLATTENED if orthogonalize else None
     assert_native(tensors(*shape), chunk, "chunk", orthogonalize, fn=large, bound=bound)
+
+
+def test_more_tiles_than_one():
+    """Of tokens, of hidden units, inputs and outputs, and of the sums of products."""
+    small = large.bind(variants.text({"forward": TILES, "backward": TILES}))
+    assert_native(tensors(1, 37, 18, 20, 17), 19, "chunk", fn=small)
 
 
 def test_float16():

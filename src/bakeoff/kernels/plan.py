@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bakeoff.kernels import counter
+from bakeoff.kernels.ahead import Missing, rehearsable
 from bakeoff.kernels.layout import row_stride
 
 __all__ = ["Plan", "Planned", "Planner"]
@@ -198,6 +199,22 @@ class Plan:
         return replay
 
 
+class _Rehearsal(Plan):
+    """Launches nothing, and writes into nothing: what it is told to launch only says which kernels are
+    missing."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.missing: dict[Any, Callable[[], Any]] = {}
+
+    def launch(self, kernel: Callable[..., Any], grid: tuple[int, ...], /, **named: Any) -> None:
+        if 0 not in grid and hasattr(kernel, "missing"):
+            self.missing |= kernel.missing(grid, **named)
+
+    def run(self, function: Callable[..., Any], *args: Any, **options: Any) -> None:
+        pass
+
+
 def _surroundings() -> dict[str, Any]:
     """What every written-out plan names."""
     from triton import knobs  # here, as plans without launches also run where there is no triton
@@ -265,8 +282,16 @@ class Planned:
         """Run the planner; record it for the second call of a kind."""
         seen = replay is None and key in self._plans
         named = dict(zip(self.names, values, strict=True))
+        taken = {name: named[name] for name in self._taken}
         plan = Plan(named, record=seen)
-        self.planner(plan, **{name: named[name] for name in self._taken}, **self._always)
+
+        def rehearse() -> Missing:
+            rehearsal = _Rehearsal(named)
+            self.planner(rehearsal, **taken, **self._always)
+            return rehearsal.missing
+
+        with rehearsable(rehearse):
+            self.planner(plan, **taken, **self._always)
         if replay is not None:
             return
         if len(self._plans) >= _MOST_PLANS:

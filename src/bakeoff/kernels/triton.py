@@ -11,7 +11,7 @@ interpreter the same call runs the interpreted kernel.
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ import triton.language as tl
 from triton import knobs
 
 from bakeoff.kernels import counter
+from bakeoff.kernels.ahead import Missing, a_kernel_is_missing
 
 __all__ = ["Compiled", "TritonKernel", "name_in_profiles"]
 
@@ -116,6 +117,36 @@ class TritonKernel:
         """Launch once. The result is what later launches of the same kind may use, or None where they
         can't."""
         counter.count()
+        key, device, values = self._told(named)
+        if key is None:
+            self.function[grid](**named)
+            return None
+        compiled = self._compiled.get(key)
+        if compiled is None or device != torch.cuda.current_device():
+            if compiled is None:
+                a_kernel_is_missing(device)
+            with torch.cuda.device(device):
+                built = self.function[grid](**named)
+            constants = tuple(named[name] for name in self.constexprs if name in named)
+            compiled = Compiled(built.run, built.function, built.packed_metadata, constants)
+            self._compiled[key] = compiled
+            return compiled
+        run, function, packed, constants = compiled
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(x, y, z, stream, function, packed, None, None, None, *values, *constants)
+        return compiled
+
+    def missing(self, grid: tuple[int, ...], /, **named: Any) -> Missing:
+        """The kernel of such a launch, if it isn't compiled: see `bakeoff.kernels.ahead`."""
+        key = self._told(named)[0]
+        if key is None or key in self._compiled:
+            return {}
+        return {(self.function, key): lambda: self.function.warmup(grid=grid, **named)}
+
+    def _told(self, named: Mapping[str, Any]) -> tuple[tuple[Any, ...] | None, int, list[Any]]:
+        """What tells the compiled kernel of a launch, the device, and the values to pass; no key where a
+        launch takes Triton's own path."""
         pointers, device = 0, -1
         values: list[Any] = []
         types: list[Any] = []
@@ -131,19 +162,5 @@ class TritonKernel:
                 values.append(value)
                 types.append(value.__class__)
         if device < 0 or pointers & 15 or knobs.runtime.launch_enter_hook.calls:
-            self.function[grid](**named)
-            return None
-        key = (device, *types, *[item for item in named.items() if item[0] not in self._own])
-        compiled = self._compiled.get(key)
-        if compiled is None or device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                built = self.function[grid](**named)
-            constants = tuple(named[name] for name in self.constexprs if name in named)
-            compiled = Compiled(built.run, built.function, built.packed_metadata, constants)
-            self._compiled[key] = compiled
-            return compiled
-        run, function, packed, constants = compiled
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        run(x, y, z, stream, function, packed, None, None, None, *values, *constants)
-        return compiled
+            return None, device, values
+        return (device, *types, *[item for item in named.items() if item[0] not in self._own]), device, values
