@@ -31,17 +31,22 @@ from bakeoff.ops.linear_cross_entropy.products import (
 __all__ = ["Chunked", "chunked_op", "classes_at_once", "default_rows", "even_share", "sums_are_wide"]
 
 MOST_SUMS = 8
-"""Chunks up to which a large gradient of the weight is made in blocks of classes; of more, float32 sums."""
+"""Chunks above which a large gradient of the weight is summed up in float32."""
 _CHEAP = 1 << 28  # bytes of a float32 weight gradient that is worth its accuracy at any number of chunks
 _LARGE = 4  # how many times its usual bytes a chunk may take for there to be no more than MOST_SUMS
+_FEW_SUMS = 4
+"""Chunks up to which sums in 16 bits, which each round once, stay as exact as eager's gradients."""
 _PADDED = 64  # elements: rows of logits begin at multiples, or products of odd V would be slow
 
 
 def default_rows(N: int, V: int, itemsize: int, budget: int) -> int:
-    """Rows of a chunk: some `budget` bytes of logits, and up to `_LARGE` times as many where that makes
-    `MOST_SUMS` chunks of them."""
+    """Rows of a chunk: some `budget` bytes of logits, less than twice as many where that makes `_FEW_SUMS`
+    chunks of them, and up to `_LARGE` times as many where it makes `MOST_SUMS`."""
     row = max(V * itemsize, 1)
     rows = max(budget // row, min(-(-N // MOST_SUMS), _LARGE * budget // row), 1)
+    few = -(-N // _FEW_SUMS)
+    if few * row < 2 * budget:
+        rows = max(rows, few)
     chunks = max(-(-N // rows), 1)
     even = -(-N // chunks)
     return max(min(-(-even // _PADDED) * _PADDED, rows, N), 1)
@@ -57,10 +62,11 @@ def sums_are_wide(N: int, V: int, D: int, rows: int, dtype: torch.dtype) -> bool
 def classes_at_once(N: int, V: int, D: int, rows: int, dtype: torch.dtype, budget: int) -> int:
     """Classes of a block of `budget` bytes of logits, or 0 for chunks of `rows`.
 
-    Sums in 16 bits over chunks are no choice of ours: where rows of all chunks add alike to one that a large
-    row began, each rounding errs to the same side. Float16 is summed up in float32 anyway (`keeps`).
+    Sums in 16 bits over many chunks are no choice of ours: where rows of all chunks add alike to one that a
+    large row began, each rounding errs to the same side. Float16 is summed up in float32 anyway (`keeps`).
     """
-    dear = dtype == torch.bfloat16 and rows < N and not sums_are_wide(N, V, D, rows, dtype)
+    many = -(-N // max(rows, 1)) > _FEW_SUMS
+    dear = dtype == torch.bfloat16 and many and not sums_are_wide(N, V, D, rows, dtype)
     return default_classes(N, V, dtype.itemsize, budget) if dear else 0
 
 
