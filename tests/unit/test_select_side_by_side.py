@@ -130,7 +130,7 @@ def test_who_fails_or_begins_again_holds_nobody_up(fake: type[Fake]) -> None:
     assert order == ["again: first", "again: second", "waits"]
 
 
-@pytest.mark.parametrize("way", ["rejected", "contest", "killed"])
+@pytest.mark.parametrize("way", ["rejected", "contest", "killed", "library"])
 def test_what_ran_short_of_memory_is_held_again_alone(fake: type[Fake], way: str) -> None:
     verdicts = good()
     tries: list[list[int]] = []
@@ -144,6 +144,9 @@ def test_what_ran_short_of_memory_is_held_again_alone(fake: type[Fake], way: str
             with pytest.raises(ContestError) as caught:
                 contest(zoo.GPU_FULL, zoo.case(), ("eager",), budget_s=0.001)
             return _raise(caught.value)
+        if way == "library":
+            handle = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            return _raise(ContestError(f"eager: RuntimeError: {handle}"))
         if way == "killed":
             reason = "crashed: killed by SIGKILL"
             trial = msgspec.structs.replace(verdicts[0].trials[0], rejected=reason)
@@ -226,7 +229,10 @@ def test_an_interrupted_round_leaves_no_process_and_no_thread() -> None:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and set(threading.enumerate()) - before:
         time.sleep(0.05)
-    assert not set(threading.enumerate()) - before  # others' threads may have ended meanwhile
+    left = set(threading.enumerate()) - before  # others' threads may have ended meanwhile
+    for thread in left:  # a reader ends once the system has closed its process's pipe
+        thread.join(10)
+    assert not {thread for thread in left if thread.is_alive()}
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     with pytest.raises(ContestError, match="interrupted"):
         workers.workers[0].start()
@@ -263,7 +269,10 @@ def test_an_interrupt_while_a_round_begins_leaves_nothing(monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt), Workers(3) as workers:
         hold(workers, 3, 5, 7)
     assert len(begun) == 1
-    assert not set(threading.enumerate()) - before  # others' threads may have ended meanwhile
+    left = set(threading.enumerate()) - before  # others' threads may have ended meanwhile
+    for thread in left:  # a reader ends once the system has closed its process's pipe
+        thread.join(10)
+    assert not {thread for thread in left if thread.is_alive()}
     assert not any(worker.process for worker in workers.workers)
 
 

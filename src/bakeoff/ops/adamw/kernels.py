@@ -17,7 +17,8 @@ __all__ = ["NormTiling", "Tiling", "norm_tilings", "tilings"]
 def _fetch(target, source: tl.int64, count: tl.int32, BLOCK: tl.constexpr):
     """target[i] = the i-th word at address `source`, in pinned memory, which devices can read."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    words = tl.load(source.to(tl.pointer_type(tl.int32)) + i, mask=i < count, other=0)
+    address = source.to(tl.int64)  # which the interpreter takes to be 32 bits wide where it is small
+    words = tl.load(address.to(tl.pointer_type(tl.int32)) + i, mask=i < count, other=0)
     tl.store(target + i, words, mask=i < count)
 
 

@@ -24,7 +24,7 @@ _MOST = 4
 _END_S = 30.0  # what a thread may take to end once its process is gone
 _EACH = 8 << 30  # bytes of the device's memory for a process with its inputs and references
 # What a candidate or a contest fails of where memory is short; the host's kernel kills a process then.
-_SHORT = ("out of memory", "not enough GPU memory", "killed by SIGKILL")
+_SHORT = ("out of memory", "not enough GPU memory", "STATUS_ALLOC_FAILED", "killed by SIGKILL")
 
 
 class Wanted(NamedTuple):
