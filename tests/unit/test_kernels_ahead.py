@@ -1,6 +1,9 @@
 """Kernels that a call is going to need are compiled side by side, before the first of them runs."""
 
+import contextlib
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,3 +102,30 @@ def test_nothing_is_compiled_ahead_while_a_graph_is_captured(
 def test_a_kernel_outside_a_plan_is_compiled_alone(rounds: list[list[str]]) -> None:
     Kernel("a")((1,), y=torch.zeros(3))
     assert rounds == []
+
+
+class Built:
+    """What Triton's warmup returns: whoever asks for `run` loads it."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.loaded = fails, ""
+
+    @property
+    def run(self) -> None:
+        self.loaded = threading.current_thread().name
+        if self.fails:
+            raise RuntimeError("out of resource: shared memory")
+
+
+def test_what_is_built_is_loaded_in_threads_and_failures_are_the_launch_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    built = [Built(), Built(fails=True), Built()]
+    ahead._compile({i: lambda one=one: one for i, one in enumerate(built)} | {3: lambda: None}, 0)
+    assert all(one.loaded.startswith("bakeoff-compile") for one in built)
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):  # the caller's own
+        other = Built()
+        ahead._compile({0: lambda: other}, 0)
+        assert other.loaded == ""

@@ -49,6 +49,10 @@ def a_kernel_is_missing(device: int) -> None:
 
 def _compile(missing: Missing, device: int) -> None:
     from triton import AsyncCompileMode, FutureKernel  # here, as planners also run where there is no triton
+    from triton.runtime._async_compile import active_mode
+
+    if active_mode.get() is not None:  # the caller's own, who compiles side by side already
+        return
 
     def load(kernel: Any) -> None:
         with torch.cuda.device(device), contextlib.suppress(Exception):
