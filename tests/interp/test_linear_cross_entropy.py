@@ -9,7 +9,16 @@ from bakeoff.ops.linear_cross_entropy.method import Terms
 from bakeoff.ops.linear_cross_entropy.op import OP
 from bakeoff.ops.linear_cross_entropy.plain import eager
 from bakeoff.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
-from bakeoff.ops.linear_cross_entropy.triton import Tiling, finish, part, rows, slopes
+from bakeoff.ops.linear_cross_entropy.triton import (
+    Tiling,
+    begin,
+    chunk,
+    finish,
+    own_to_rows,
+    part,
+    rows,
+    slopes,
+)
 from bakeoff.ops.linear_cross_entropy.triton import linear_cross_entropy as kernels
 from bakeoff.select.contests.poison import Poison
 from bakeoff.select.contests.verify import verify, yardsticks
@@ -140,16 +149,59 @@ def test_rows_of_a_wider_buffer(V: int, block: int, each: int, smoothing: float)
     assert apart[1:-1, padded:].isnan().all()
 
 
+@pytest.mark.parametrize(("N", "D", "V"), [(5, 7, 13), (70, 64, 64), (20, 130, 200), (3, 65, 400)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_that_are_made_and_used_up_by_one_kernel(N: int, D: int, V: int, bias: bool) -> None:
+    """Rows no multiple of a program's, features no multiple of a step, NaN behind the classes; losses each and
+    together; then x's gradient, times a factor."""
+    x, weight, shift = torch.randn(N, D).half(), torch.randn(V, D).half(), torch.randn(V)
+    x /= D**0.5
+    target = torch.randint(V, (N,))
+    target[1] = -100
+    values = x.double() @ weight.double().T + bias * shift
+    scale, terms = torch.rand(N), Terms(-100, 0.1, 1e-2, 3.0)
+    values.requires_grad_()
+    want = reference(values, torch.eye(V).double(), target, None, -100, 0.1, 1e-2, 3.0, "none")
+    (exact,) = torch.autograd.grad(want, values, scale.double())
+    tiling = Tiling(N, 0, max(64, 1 << (V - 1).bit_length()), 4, tile=16)
+    logits, losses = (
+        torch.full((N, -(-V // 64) * 64), torch.nan).half()[:, :V],
+        torch.full((N,), torch.nan),
+    )
+    chunk(x, weight, shift if bias else None, logits, target, losses, scale, terms, True, tiling)
+    torch.testing.assert_close(losses.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits.double(), exact, rtol=2**-10, atol=1e-5)
+    sums = torch.full((-(-N // 16),), torch.nan)
+    chunk(x, weight, shift if bias else None, logits, target, sums, scale, terms, False, tiling)
+    torch.testing.assert_close(sums.sum().double(), want.sum(), rtol=1e-5, atol=1e-5)
+    for factor in (None, torch.tensor(0.3)):
+        out = torch.full((D, N), torch.nan).half().T
+        own_to_rows(logits, weight, out, factor)
+        product = logits.double() @ weight.double() * (1 if factor is None else 0.3)
+        torch.testing.assert_close(out.double(), product, rtol=2**-10, atol=1e-4)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_few_classes_in_16_bits(reduction: str) -> None:
+    """As by default, in chunks of whole programs and of parts of one, and with logits that PyTorch makes."""
+    for variant in ("rows=6,wide=0,tile=64", "rows=64,wide=1,tile=64", "rows=70,wide=1,each=4"):
+        fn = kernels.bind(f"forward({variant},block=64,warps=4)")
+        compare(arguments(80, 20, 50, dtype=torch.float16, smoothing=0.1, reduction=reduction), fn)
+        compare(arguments(80, 20, 50, dtype=torch.float16, bias=False, reduction=reduction), fn)
+
+
 @pytest.mark.parametrize(("N", "dtype"), [(0, torch.int64), (6, torch.int32), (9000, torch.int64)])
 def test_losses_are_added_up(N: int, dtype: torch.dtype) -> None:
     """None, some, and more than a program reads at a time; nothing behind the last one counts."""
     losses, target = torch.rand(N), torch.randint(5, (N,), dtype=dtype)
     losses[target == 3] = 0.0
-    loss, factor = torch.empty(()), torch.empty(())
+    loss, factor, numbers = torch.empty(()), torch.empty(()), torch.empty(2)
     count = max(int((target != 3).sum()), 1)
     for reduction, want in (("sum", 1), ("mean", count)):
-        finish(losses, target, Terms(3, 0.0, 0.0, 0.0), reduction, 0.5, loss, factor)
+        begin(target, Terms(3, 0.0, 0.0, 0.0), reduction, 0.5, numbers, factor)
+        finish(losses, numbers, loss)
         torch.testing.assert_close(loss, losses.sum() / want)
+        assert numbers.tolist() == [0.5, want]
         assert factor.item() == pytest.approx(2 / want)
 
 

@@ -14,6 +14,7 @@ from bakeoff.ops.linear_cross_entropy.chunks import (
     sums_are_wide,
 )
 from bakeoff.ops.linear_cross_entropy.method import Method, Terms
+from bakeoff.ops.linear_cross_entropy.products import logits_of, to_rows
 
 __all__ = ["Tiling", "chunked"]
 
@@ -31,6 +32,11 @@ class Tiling(NamedTuple):
     """Above 0: the weight's gradient is made in blocks of so many classes of all rows, not in chunks."""
     head: int = 0
     """Above 0: only that of so many rows, to which chunks of the others are added."""
+
+    @property
+    def tile(self) -> int:
+        """0: logits are always written."""
+        return 0
 
 
 def default(N: int, V: int, D: int, dtype: torch.dtype) -> Tiling:
@@ -50,7 +56,10 @@ def tilings(case: Any) -> list[Tiling]:
     return list(dict.fromkeys(found))
 
 
-def rows(
+def chunk(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     logits: Tensor,
     target: Tensor,
     losses: Tensor,
@@ -61,6 +70,7 @@ def rows(
 ) -> None:
     """See `bakeoff.ops.linear_cross_entropy.method.Method`."""
     del tiling
+    logits_of(x, weight, bias, logits)
     smoothing, uncapped = terms.label_smoothing, None
     shifted = logits.to(losses.dtype, copy=True)
     if terms.softcap:
@@ -145,36 +155,49 @@ def slopes(
     logits.copy_(p.mul_(factors[:, None]).masked_fill_(ignored, 0))
 
 
-def finish(
-    losses: Tensor,
-    target: Tensor,
-    terms: Terms,
-    reduction: str,
-    share: float,
-    loss: Tensor,
-    factor: Tensor | None,
+def begin(
+    target: Tensor, terms: Terms, reduction: str, share: float, numbers: Tensor, factor: Tensor | None
 ) -> None:
     """See `bakeoff.ops.linear_cross_entropy.method.Method`."""
-    if reduction == "sum":
-        torch.sum(losses, 0, out=loss)
-        if factor is not None:
-            factor.fill_(1 / share)
-        return
-    count = (target != terms.ignore_index).sum().clamp_(min=1).to(loss.dtype)
-    torch.div(losses.sum(0), count, out=loss)
+    numbers[0].fill_(share)
+    if reduction == "mean":
+        numbers[1].copy_((target != terms.ignore_index).sum().clamp_(min=1))
+    else:
+        numbers[1].fill_(1)
     if factor is not None:
-        factor.copy_(1 / (share * count))
+        factor.copy_(1 / numbers.prod())
 
 
-def multiply(kept: Tensor, dloss: Tensor, factor: Tensor, out: Tensor) -> None:
+def finish(losses: Tensor, numbers: Tensor, loss: Tensor) -> None:
+    """See `bakeoff.ops.linear_cross_entropy.method.Method`."""
+    torch.div(losses.sum(0), numbers[1], out=loss)
+
+
+def multiply(kept: Tensor, dloss: Tensor, factor: Tensor | None, out: Tensor) -> None:
     """out = kept * dloss * factor. One dimension makes PyTorch take the factor as wide as it is."""
-    torch.mul(kept, (dloss * factor).reshape(1), out=out)
+    torch.mul(kept, (dloss if factor is None else dloss * factor).reshape(1), out=out)
+
+
+def _to_rows(grads: Tensor, weight: Tensor, out: Tensor, factor: Tensor | None) -> None:
+    del factor
+    to_rows(grads, weight, out)
 
 
 chunked = Chunked(
     chunked_op(
         "linear_cross_entropy.chunked",
-        Method(rows, part, slopes, finish, multiply, default),
+        Method(
+            begin,
+            lambda N, V, tiling: 1,
+            chunk,
+            _to_rows,
+            lambda V, dtype: False,
+            part,
+            slopes,
+            finish,
+            multiply,
+            default,
+        ),
         Tilings(Tiling, tilings),
     )
 )

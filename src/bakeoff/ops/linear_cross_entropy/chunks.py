@@ -23,9 +23,7 @@ from bakeoff.ops.linear_cross_entropy.method import Method, Terms
 from bakeoff.ops.linear_cross_entropy.products import (
     add_sum,
     add_to_classes,
-    logits_of,
     multiplicable,
-    to_rows,
 )
 
 __all__ = ["Chunked", "chunked_op", "classes_at_once", "default_rows", "even_share", "sums_are_wide"]
@@ -126,9 +124,9 @@ def keeps(
 ) -> tuple[Tensor, ...]:
     """Room for the gradients of the sum of losses, where they are wanted, and for the `factor` of a mean.
 
-    It is left for the end because 16 bits would round it alike for all targets: 1 - p of a class that is
-    hardly expected is nearly a power of two, and 1 / count is none. Float16 has no room for p / count either,
-    and its sums over rows need the range of float32.
+    It is left for the end, or for x's gradient before that is rounded, because 16 bits would round it alike
+    for all targets: 1 - p of a class that is hardly expected is nearly a power of two, and 1 / count is none.
+    Float16 has no room for p / count either, and its sums over rows need the range of float32.
     """
     del target, ignore_index, label_smoothing, z_loss, softcap
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -193,11 +191,12 @@ def chunked_op(name: str, method: Method, tilings: Tilings) -> KernelOp:
         dweight: Tensor | None,
         dbias: Tensor | None,
     ) -> None:
-        pairs = [(of_x, dx), (of_weight, dweight), (of_bias, dbias)]
-        if all(out is None or kept.shape == out.shape for kept, out in pairs):
-            for kept, out in pairs:
+        of_rows = None if method.scales(weight.shape[0], x.dtype) else factor
+        kept = [(of_x, of_rows, dx), (of_weight, factor, dweight), (of_bias, factor, dbias)]
+        if all(out is None or held.shape == out.shape for held, _, out in kept):
+            for held, by, out in kept:
                 if out is not None:
-                    plan.run(method.multiply, kept, dloss, factor, out)
+                    plan.run(method.multiply, held, dloss, by, out)
             return
         terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
         plan.run(_backward, method, terms, reduction, x, weight, target, bias, dloss, dx, dweight, dbias)
@@ -272,13 +271,17 @@ def _forward(
 ) -> None:
     """The loss, and of the gradients those that there is room for."""
     target = target.reshape(-1)
-    N = target.numel()
+    N, V = target.numel(), weight.shape[0]
+    tiling = tiling or method.tiling(N, V, weight.shape[1], x.dtype)
     share = even_share(terms.label_smoothing, x.dtype)
-    scale = loss.new_full((), share).expand(N)
-    losses = loss.view(-1) if reduction == "none" else loss.new_empty(N)
-    _run(method, tiling, terms, x, weight, target, bias, losses, scale, of_x, of_weight, of_bias)
+    numbers = loss.new_empty(2)
+    method.begin(target, terms, reduction, share, numbers, factor)
+    each = 1 if reduction == "none" else method.together(N, V, tiling)
+    losses = loss.view(-1) if reduction == "none" else loss.new_empty(-(-N // each))
+    scale, by = numbers[0].expand(N), factor if method.scales(V, x.dtype) else None
+    _run(method, tiling, terms, x, weight, target, bias, losses, each, scale, by, of_x, of_weight, of_bias)
     if reduction != "none":
-        method.finish(losses, target, terms, reduction, share, loss, factor)
+        method.finish(losses, numbers, loss)
 
 
 def _backward(
@@ -302,7 +305,8 @@ def _backward(
     scale = scale.expand(target.numel())
     losses = torch.empty_like(scale, memory_format=torch.contiguous_format)
     of_bias = None if dbias is None else dloss.new_empty(dbias.shape)
-    _run(method, None, terms, x, weight, target, bias, losses, scale, dx, dweight, of_bias)
+    tiling = method.tiling(target.numel(), weight.shape[0], weight.shape[1], x.dtype)
+    _run(method, tiling, terms, x, weight, target, bias, losses, 1, scale, None, dx, dweight, of_bias)
     if dbias is not None and of_bias is not None:
         dbias.copy_(of_bias)
 
@@ -316,14 +320,16 @@ def _run(
     target: Tensor,
     bias: Tensor | None,
     losses: Tensor,
+    each: int,
     scale: Tensor,
+    factor: Tensor | None,
     dx: Tensor | None,
     dweight: Tensor | None,
     dbias: Tensor | None,
 ) -> None:
-    """All chunks: each row's loss, and the sums of the gradients times each row's `scale`."""
+    """All chunks: the loss of `each` rows, and the sums of the gradients times each row's `scale`, x's also
+    times `factor`."""
     N, (V, D) = target.numel(), weight.shape
-    tiling = tiling or method.tiling(N, V, D, x.dtype)
     _check_classes(target, V, terms.ignore_index)
     x, weight = x.reshape(N, D), multiplicable(weight)
     dx = None if dx is None else dx.view(N, D)
@@ -331,7 +337,7 @@ def _run(
     if N and dweight is not None and tiling.classes and not tiling.wide and dweight.dtype == x.dtype:
         head = min(tiling.head or N, N)
         run_in_blocks(
-            method, tiling, terms, x[:head], weight, target[:head], bias, losses[:head], scale[:head],
+            method, tiling, terms, x[:head], weight, target[:head], bias, losses[:head], scale[:head], factor,
             None if dx is None else dx[:head], dweight, dbias,
         )  # fmt: skip
         if head == N:
@@ -343,15 +349,17 @@ def _run(
         for gradient in (total, dbias):
             if gradient is not None:
                 gradient.zero_()
-    buffer = x.new_empty(min(tiling.rows, N), -(-V // _PADDED) * _PADDED)
     gradients = not (dx is None and dweight is None and dbias is None)
+    height, width = min(tiling.rows, N), -(-V // _PADDED) * _PADDED
+    written = gradients or not tiling.tile
+    buffer = x.new_empty(height if written else 1, width).expand(height, width)
     for start in range(head, N, tiling.rows):
         here = slice(start, min(start + tiling.rows, N))
         rows, logits = x[here], buffer[: here.stop - start, :V]
-        logits_of(rows, weight, bias, logits)
-        method.rows(logits, target[here], losses[here], scale[here], terms, gradients, tiling)
+        their = losses[start // each : -(-here.stop // each)]
+        method.chunk(rows, weight, bias, logits, target[here], their, scale[here], terms, gradients, tiling)
         if dx is not None:
-            to_rows(logits, weight, dx[here], losses.dtype)
+            method.to_rows(logits, weight, dx[here], factor)
         if total is not None:
             add_to_classes(total, logits, rows, first=start == 0)
         if dbias is not None:

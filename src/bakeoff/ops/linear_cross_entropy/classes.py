@@ -52,6 +52,7 @@ def run_in_blocks(
     bias: Tensor | None,
     losses: Tensor,
     scale: Tensor,
+    factor: Tensor | None,
     dx: Tensor | None,
     dweight: Tensor,
     dbias: Tensor | None,
@@ -91,7 +92,7 @@ def run_in_blocks(
             add_sum(dbias[classes], logits, first=True)
         add_to_classes(dweight[classes], logits, x, first=True)
     if dx is not None and total is not None and total is not dx:
-        dx.copy_(total)
+        dx.copy_(total if factor is None else total.mul_(factor))
 
 
 def _of_rows(

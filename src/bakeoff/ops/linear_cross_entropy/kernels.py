@@ -1,8 +1,11 @@
 """linear_cross_entropy in Triton: a chunk's logits to losses and to their gradients, in place.
 
-Products are cuBLAS's. Rows that fit a tile are read once, several of them by one program where they are
-short. Of a longer row one program takes first the maximum and the sum of exponentials, then, from its end as
-that is still in L2, the gradients. In blocks of classes one launch does the former and another the latter.
+Products are cuBLAS's, but for two where classes are few: the kernel that uses rows of logits up makes them
+itself, and x's gradient is divided by the number of targets before it is rounded.
+
+Rows that fit a tile are read once, several of them by one program where they are short. Of a longer row one
+program takes first the maximum and the sum of exponentials, then, from its end as that is still in L2, the
+gradients. In blocks of classes one launch does the former and another the latter.
 
 What limits long rows is the number of instructions per element: whole tiles are read without masks, a last
 one with; a thread's 8 neighbours share a maximum, so that older sums are rescaled once for all of them. Rows
@@ -27,25 +30,91 @@ def _short(
     N: tl.int64, row_units: tl.int64, scale_step: tl.int64, ignore_index: tl.int64,
     smoothing: tl.float32, z_loss: tl.float32, softcap: tl.float32,
     V: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SMOOTH: tl.constexpr, CAP: tl.constexpr, GRADIENTS: tl.constexpr,
+    SMOOTH: tl.constexpr, CAP: tl.constexpr, GRADIENTS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """loss = (1 - smoothing) (lse - l[t]) + smoothing (lse - mean l) + z_loss lse^2 of l = logits, capped if
     CAP, and dl = scale * (p (1 + 2 z_loss lse) - smoothing / V - (1 - smoothing) [t]) in their place.
 
-    A program has ROWS of the N rows whole, V <= BLOCK. Reads logits once and writes them once: 4 bytes an
-    element in 16 bits; about 10 FLOPs.
+    A program has ROWS of the N rows whole, V <= BLOCK; TOGETHER, it writes the sum of their losses alone.
+    Reads logits once and writes them once: 4 bytes an element in 16 bits; about 10 FLOPs.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < N
-    t = tl.load(target + row, mask=there, other=0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)[None, :]
+    spots = logits + row[:, None] * (row_units * PADDED) + cols
+    inside = there[:, None] & (cols < _padded(V))
+    value = tl.load(spots, mask=inside, other=0.0).to(tl.float32)
+    loss, grad = _losses_and_slopes(
+        value, cols, target + row, scale + row * scale_step, there, ignore_index, smoothing, z_loss, softcap,
+        V, SMOOTH, CAP, GRADIENTS,
+    )  # fmt: skip
+    if GRADIENTS:
+        tl.store(spots, grad.to(logits.dtype.element_ty), mask=inside)
+    if TOGETHER:
+        tl.store(losses + tl.program_id(0), _sum(loss))
+    else:
+        tl.store(losses + row, loss, mask=there)
+
+
+@triton.jit(do_not_specialize=[
+    "N", "row_units", "scale_step", "ignore_index", "smoothing", "z_loss", "softcap"
+])  # fmt: skip
+def _product_and_rows(
+    x, weight, bias, logits, target, losses, scale,
+    N: tl.int64, row_units: tl.int64, scale_step: tl.int64, ignore_index: tl.int64,
+    smoothing: tl.float32, z_loss: tl.float32, softcap: tl.float32,
+    V: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    SMOOTH: tl.constexpr, CAP: tl.constexpr, BIAS: tl.constexpr, GRADIENTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """What `_short` does, of l = x weight' + bias, which stays in registers: `logits` is only written to.
+
+    A program has ROWS of the N rows whole, V <= BLOCK. Reads x [N, D] once and weight [V, D], both
+    contiguous, once a program; 2 D FLOPs an element and about 10 more.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < N
+    classes, deep = tl.arange(0, BLOCK), tl.arange(0, DEPTH)
+    of_x = x + tl.minimum(row, N - 1)[:, None] * D + deep[None, :]
+    of_weight = weight + tl.minimum(classes, V - 1).to(tl.int64)[:, None] * D + deep[None, :]
+    value = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, D, DEPTH):
+        if D % DEPTH == 0:
+            a, b = tl.load(of_x + start), tl.load(of_weight + start)
+        else:
+            left = deep[None, :] < D - start
+            a = tl.load(of_x + start, mask=left, other=0.0)
+            b = tl.load(of_weight + start, mask=left, other=0.0)
+        value = tl.dot(a, tl.trans(b), value)
+    cols = classes[None, :]
+    if BIAS:
+        value += tl.load(bias + cols, mask=cols < V, other=0.0).to(tl.float32)
+    loss, grad = _losses_and_slopes(
+        value, cols, target + row, scale + row * scale_step, there, ignore_index, smoothing, z_loss, softcap,
+        V, SMOOTH, CAP, GRADIENTS,
+    )  # fmt: skip
+    if GRADIENTS:
+        spots = logits + row[:, None] * (row_units * PADDED) + cols
+        inside = there[:, None] & (cols < _padded(V))
+        tl.store(spots, grad.to(logits.dtype.element_ty), mask=inside)
+    if TOGETHER:
+        tl.store(losses + tl.program_id(0), _sum(loss))
+    else:
+        tl.store(losses + row, loss, mask=there)
+
+
+@triton.jit
+def _losses_and_slopes(
+    value, cols, target, scale, there, ignore_index, smoothing, z_loss, softcap,
+    V: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, GRADIENTS: tl.constexpr,
+):  # fmt: skip
+    # The losses of whole rows, [ROWS], and their gradients, [ROWS, BLOCK], 0 behind the last class.
+    t = tl.load(target, mask=there, other=0).to(tl.int64)
     counted = there & (t != ignore_index)
     # What is no class makes the row's loss and gradients NaN: the host can't look at it.
     known = counted & (t >= 0) & (t < V)
-    begin = logits + row * (row_units * PADDED)
-    cols = tl.arange(0, BLOCK)[None, :]
     hit = cols == tl.where(known, t, -1).to(tl.int32)[:, None]
-    spots, inside = begin[:, None] + cols, there[:, None] & (cols < _padded(V))
-    value, slope = _wide(tl.load(spots, mask=inside, other=0.0), softcap, CAP)
+    value, slope = _wide(value, softcap, CAP)
     value = tl.where(cols < V, value, float("-inf"))
     most = tl.max(value, axis=1)
     e = tl.exp(value - _finite(most)[:, None])
@@ -58,9 +127,9 @@ def _short(
     if SMOOTH:
         below = tl.sum(tl.where(cols < V, value - most[:, None], 0.0), axis=1)
         loss += smoothing * (log_total - below / V)
-    tl.store(losses + row, tl.where(counted, loss, 0.0), mask=there)
+    grad = e
     if GRADIENTS:
-        factor = tl.load(scale + row * scale_step, mask=there, other=0.0)
+        factor = tl.load(scale, mask=there, other=0.0)
         factor = tl.where(known, factor, float("nan"))
         weight = (1.0 + 2.0 * z_loss * lse) / total
         grad = e * weight[:, None]
@@ -70,7 +139,40 @@ def _short(
         if CAP:
             grad *= slope
         grad = tl.where(counted[:, None] & (cols < V), grad, 0.0)
-        tl.store(spots, grad.to(logits.dtype.element_ty), mask=inside)
+    return tl.where(counted, loss, 0.0), grad
+
+
+@triton.jit(do_not_specialize=["N", "row_units"])
+def _to_rows(
+    grads, weight, out, factor, N: tl.int64, row_units: tl.int64,
+    V: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """out = grads weight, if SCALED times `factor`, rounded once; weight [V, D] and out [N, D] contiguous.
+
+    A program has ROWS by COLS of out. Rows of `grads` hold zeros behind their V classes, up to a multiple of
+    PADDED, of which DEPTH is a divisor. 2 V FLOPs an element of out.
+    """
+    tiles: tl.constexpr = (D + COLS - 1) // COLS
+    row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(0) % tiles * COLS + tl.arange(0, COLS)
+    deep = tl.arange(0, DEPTH)
+    of_grads = grads + tl.minimum(row, N - 1)[:, None] * (row_units * PADDED) + deep[None, :]
+    of_weight = weight + deep.to(tl.int64)[:, None] * D + cols[None, :]
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for start in range(0, V, DEPTH):
+        a = tl.load(of_grads + start)
+        if V % DEPTH == 0 and D % COLS == 0:
+            b = tl.load(of_weight + start * D)
+        else:
+            b = tl.load(
+                of_weight + start * D, mask=(deep < V - start)[:, None] & (cols < D)[None, :], other=0.0
+            )
+        total = tl.dot(a, b, total)
+    if SCALED:
+        total *= tl.load(factor)
+    there = (row < N)[:, None] & (cols < D)[None, :]
+    tl.store(out + row[:, None] * D + cols[None, :], total.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["row_units", "scale_step", "ignore_index", "smoothing", "z_loss", "softcap"])
@@ -293,6 +395,12 @@ def _wide(value, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
+def _sum(x):
+    # Of one dimension. In two, as Triton 3.7 for sm_100 can't take it of sums over a product's columns.
+    return tl.sum(tl.sum(x[None, :], axis=1), axis=0)
+
+
+@triton.jit
 def _padded(V: tl.constexpr):
     return (V + PADDED - 1) // PADDED * PADDED
 
@@ -315,39 +423,60 @@ def _tanh(x):
 
 
 @triton.jit(do_not_specialize=["N", "ignore_index", "share"])
-def _finish(
-    losses, target, loss, factor, ignore_index: tl.int64, share: tl.float32, N: tl.int64,
+def _begin(
+    target, numbers, factor, ignore_index: tl.int64, share: tl.float32, N: tl.int64,
     MEAN: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """loss = the sum of losses, and factor = 1 / share; of a MEAN both over the number of targets that count.
+    """numbers = share and a count, that of the N targets that count or, but for a MEAN, 1; factor = 1 / share
+    / count.
 
-    One program reads N losses and, of a mean, N targets, and adds in the same order every time.
+    One program.
     """
-    sums = tl.zeros([BLOCK], tl.float32)
-    counts = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, N, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        sums += tl.load(losses + at, mask=at < N, other=0.0)
-        if MEAN:
-            t = tl.load(target + at, mask=at < N, other=0).to(tl.int64)
-            counts += ((t != ignore_index) & (at < N)).to(tl.int32)
-    total = tl.sum(sums, axis=0)
     count = 1.0
     if MEAN:
+        counts = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, N, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            t = tl.load(target + at, mask=at < N, other=0).to(tl.int64)
+            counts += ((t != ignore_index) & (at < N)).to(tl.int32)
         count = tl.maximum(tl.sum(counts, axis=0), 1).to(tl.float32)
-    tl.store(loss, total / count)
+    tl.store(numbers, share)
+    tl.store(numbers + 1, count)
     if FACTOR:
         tl.store(factor, 1.0 / (share * count))
 
 
 @triton.jit(do_not_specialize=["N"])
-def _multiply(kept, dloss, factor, out, N: tl.int64, BLOCK: tl.constexpr, SAME: tl.constexpr):
-    """out = kept * dloss * factor; nothing to do where they are SAME and the product is 1, as it mostly is.
+def _finish(losses, numbers, loss, N: tl.int64, BLOCK: tl.constexpr):
+    """loss = the sum of losses over the count in `numbers`.
 
-    Otherwise reads kept and writes out, BLOCK elements a program.
+    One program reads N losses and adds in the same order every time.
     """
-    by = tl.load(dloss).to(tl.float32) * tl.load(factor)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, N, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        sums += tl.load(losses + at, mask=at < N, other=0.0)
+    tl.store(loss, tl.sum(sums, axis=0) / tl.load(numbers + 1))
+
+
+@triton.jit(do_not_specialize=["N"])
+def _multiply(
+    kept, dloss, factor, out, N: tl.int64, BLOCK: tl.constexpr, SAME: tl.constexpr, FACTOR: tl.constexpr
+):  # fmt: skip
+    """out = kept * dloss, if FACTOR times `factor`; nothing to do where they are SAME and the product is 1.
+
+    Otherwise reads kept and writes out, in turns of BLOCK elements a program.
+    """
+    by = tl.load(dloss).to(tl.float32)
+    if FACTOR:
+        by *= tl.load(factor)
     if not SAME or by != 1.0:
-        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(kept + i, mask=i < N, other=0.0).to(tl.float32) * by
-        tl.store(out + i, value.to(out.dtype.element_ty), mask=i < N)
+        turn = tl.num_programs(0).to(tl.int64) * BLOCK
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, turn):
+            i = start + tl.arange(0, BLOCK)
+            if start + BLOCK <= N:  # without masks, which would keep accesses narrow
+                value = tl.load(kept + i).to(tl.float32) * by
+                tl.store(out + i, value.to(out.dtype.element_ty))
+            else:
+                value = tl.load(kept + i, mask=i < N, other=0.0).to(tl.float32) * by
+                tl.store(out + i, value.to(out.dtype.element_ty), mask=i < N)

@@ -31,9 +31,10 @@ def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> No
             torch.addmm(bias[classes], x, weight[classes].t(), out=out[:, classes])
 
 
-def to_rows(grads: Tensor, weight: Tensor, out: Tensor, wide: torch.dtype) -> None:
+def to_rows(grads: Tensor, weight: Tensor, out: Tensor) -> None:
     """out = grads weight, rounded once: of long sums cuBLAS rounds parts to the dtype of the product, and the
     gradient of a row whose best class is its target is a small difference of such parts."""
+    wide = torch.promote_types(out.dtype, torch.float32)
     at_once = out.dtype == wide or not out.is_cuda or weight.shape[0] <= _SHORT
     total = out if at_once else out.new_empty(out.shape, dtype=wide)
     add_to_rows(total, grads, weight, first=True)
