@@ -174,6 +174,26 @@ def test_several_rows_a_program_give_what_one_gives(V: int, each: int) -> None:
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("D", [64, 333])
+@pytest.mark.parametrize(
+    ("V", "block", "tile"), [(13, 64, 128), (200, 256, 64), (256, 256, 128), (500, 512, 32)]
+)
+def test_logits_in_registers_are_as_exact_as_logits_in_memory(V: int, block: int, tile: int, D: int) -> None:
+    """Which are rounded; and so are losses, each and together."""
+    for reduction in ("mean", "none"):
+        args = arguments(301, D, V, reduction=reduction)
+        dloss = torch.rand(args[2].shape if reduction == "none" else (), device="cuda")
+        wide = [a.detach().double().requires_grad_() if i in (0, 1, 3) else a for i, a in enumerate(args)]
+        exact = step(OP.reference, wide, dloss.double())
+        joined, apart = (
+            step(kernels.bind(f"forward(rows=301,wide=0,block={block},{how})"), args, dloss)
+            for how in (f"warps=8,tile={tile}", "warps=4,each=2")
+        )
+        for mine, other, want in zip(joined, apart, exact, strict=True):
+            error, allowed = (((t.double() - want).norm() / want.norm()).item() for t in (mine, other))
+            assert error <= 1.1 * allowed + 1e-6
+
+
 def test_float32_sums_of_many_chunks_are_as_exact_as_one_product() -> None:
     """out_dtype of products over chunks, one after the other into one matrix."""
     args = arguments(4096, 128, 4096)

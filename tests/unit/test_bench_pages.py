@@ -289,6 +289,12 @@ def test_the_overview_has_the_newest_cards_ratios(rms_norm: Op, tmp_path: Path) 
     assert "| rms_norm | H200 | forward + backward, graph | 1 | 0.50, 0.50 | 1.25, 1.25 | 1 of 1 |" in (
         overview.table(folder)
     )
+    for row in rows:
+        row["source_hash"] = "earlier"
+    results.write(
+        folder / "h200" / "ops.json", File(environment(device="NVIDIA H200", date="2026-02-01"), rows)
+    )
+    assert "| rms_norm | H100 | " in overview.table(folder), "the newest card measured other sources"
     assert overview.table(tmp_path / "none") == readme.NONE
 
 

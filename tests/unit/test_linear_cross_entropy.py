@@ -493,7 +493,8 @@ def test_the_plan_of_the_largest_case() -> None:
     assert classes_at_once(8192, 32000, 2048, 4096, torch.bfloat16, 1 << 27) == 0
     assert default_rows(32768, 131072, 2, 1 << 28) == 4096  # eight chunks still
     assert sums_are_wide(65536, 131072, 4096, 4096, torch.bfloat16)
-    assert sums_are_wide(8192, 32000, 2048, 4096, torch.bfloat16)
+    assert sums_are_wide(8192, 32000, 2048, 1024, torch.bfloat16)
+    assert not sums_are_wide(8192, 32000, 2048, 4096, torch.bfloat16)
     rows = default_rows(8192, 128256, 2, 1 << 28)
     assert rows == 2048  # four chunks, which needn't be in blocks
     assert classes_at_once(8192, 128256, 2048, rows, torch.bfloat16, 1 << 27) == 0

@@ -38,17 +38,19 @@ class Line(NamedTuple):
 
 
 def lines(folder: Path) -> list[Line]:
-    """Of each op the newest card that measured it, forward and backward in a graph where it did; of more than
-    ten ops those with the most cells."""
+    """Of each op the newest card that measured today's sources, else the newest that measured it at all,
+    forward and backward in a graph where it did; of more than ten ops those with the most cells."""
     found: dict[str, Line] = {}
     for card in cards(folder):
         for path, file in card.files.items():
             if path.name != "ops.json" or file.env.cuda == "none":
                 continue
             groups = _groups(file.rows)
-            for op in {op for op, *_ in groups} - set(found):
+            for op in {op for op, *_ in groups}:
                 way, regime = next(pair for pair in _WAYS if (op, *pair) in groups)
-                found[op] = _line(op, file.env, way, regime, groups[op, way, regime])
+                line = _line(op, file.env, way, regime, groups[op, way, regime])
+                if op not in found or (line.current and not found[op].current):
+                    found[op] = line
     most = sorted(found.values(), key=lambda line: (-line.cells, line.op))[:MOST]
     return sorted((line for line in most if line.against_plain), key=lambda line: line.op)
 

@@ -30,7 +30,7 @@ __all__ = ["Chunked", "chunked_op", "classes_at_once", "default_rows", "even_sha
 
 MOST_SUMS = 8
 """Chunks above which a large gradient of the weight is summed up in float32."""
-_CHEAP = 1 << 28  # bytes of a float32 weight gradient that is worth its accuracy at any number of chunks
+_CHEAP = 1 << 28  # bytes of a float32 weight gradient that is worth its accuracy above `_FEW_SUMS` chunks
 _LARGE = 4  # how many times its usual bytes a chunk may take for there to be no more than MOST_SUMS
 _FEW_SUMS = 4
 """Chunks up to which sums in 16 bits, which each round once, stay as exact as eager's gradients."""
@@ -52,9 +52,9 @@ def default_rows(N: int, V: int, itemsize: int, budget: int) -> int:
 
 def sums_are_wide(N: int, V: int, D: int, rows: int, dtype: torch.dtype) -> bool:
     """Whether the weight's gradient is summed up in float32 over chunks: in 16 bits every chunk rounds it
-    once, and float32 costs V D 4 bytes more."""
+    once, and float32 costs V D 4 bytes more, which are read and written for every chunk."""
     chunks = -(-N // max(rows, 1))
-    return dtype.itemsize < 4 and (chunks > MOST_SUMS or 4 * V * D <= _CHEAP) and chunks > 1
+    return dtype.itemsize < 4 and chunks > _FEW_SUMS and (chunks > MOST_SUMS or 4 * V * D <= _CHEAP)
 
 
 def classes_at_once(N: int, V: int, D: int, rows: int, dtype: torch.dtype, budget: int) -> int:
