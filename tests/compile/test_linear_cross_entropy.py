@@ -96,8 +96,9 @@ def test_blocks_of_classes_are_read_16_bytes_at_a_time(V: int, block: int, smoot
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("same", [True, False])
 def test_gradients_are_scaled_16_bytes_at_a_time(same: bool, target: str) -> None:
-    signature = {"kept": "*bf16", "dloss": "*fp32", "factor": "*fp32", "out": "*bf16", "N": "i64"}
-    constants = {"BLOCK": triton._MULTIPLY, "SAME": same, "FACTOR": same}
+    signature = dict.fromkeys(("of_x", "of_weight", "dx", "dweight", "dbias"), "*bf16")
+    signature |= dict.fromkeys(("of_bias", "dloss", "factor"), "*fp32") | dict.fromkeys("XWB", "i64")
+    constants = {"BLOCK": triton._MULTIPLY, "SCALED": same, "SAME_X": same, "SAME_W": same}
     found = build(kernels._multiply, signature, constants, target, num_warps=4)
     assert found.spills == 0
     if target == "sm_90":

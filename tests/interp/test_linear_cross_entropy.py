@@ -152,7 +152,7 @@ def test_rows_of_a_wider_buffer(V: int, block: int, each: int, smoothing: float)
 @pytest.mark.parametrize(("N", "D", "V"), [(5, 7, 13), (70, 64, 64), (20, 130, 200), (3, 65, 400)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_logits_that_are_made_and_used_up_by_one_kernel(N: int, D: int, V: int, bias: bool) -> None:
-    """Rows no multiple of a program's, features no multiple of a step, NaN behind the classes; losses each and
+    """Rows no multiple of a program's, features none of a step, NaN behind the classes; losses each and
     together; then x's gradient, times a factor."""
     x, weight, shift = torch.randn(N, D).half(), torch.randn(V, D).half(), torch.randn(V)
     x /= D**0.5

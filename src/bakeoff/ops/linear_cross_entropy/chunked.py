@@ -173,9 +173,14 @@ def finish(losses: Tensor, numbers: Tensor, loss: Tensor) -> None:
     torch.div(losses.sum(0), numbers[1], out=loss)
 
 
-def multiply(kept: Tensor, dloss: Tensor, factor: Tensor | None, out: Tensor) -> None:
-    """out = kept * dloss * factor. One dimension makes PyTorch take the factor as wide as it is."""
-    torch.mul(kept, (dloss if factor is None else dloss * factor).reshape(1), out=out)
+def multiply(scaled: bool, dloss: Tensor, factor: Tensor, *kept: Tensor | None) -> None:
+    """See `bakeoff.ops.linear_cross_entropy.method.Method`. One dimension makes PyTorch take a factor as wide
+    as it is."""
+    del scaled
+    by = (dloss * factor).reshape(1)
+    for held, out in zip(kept[::2], kept[1::2], strict=True):
+        if held is not None and out is not None:
+            torch.mul(held, by, out=out)
 
 
 def _to_rows(grads: Tensor, weight: Tensor, out: Tensor, factor: Tensor | None) -> None:

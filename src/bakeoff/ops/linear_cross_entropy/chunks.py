@@ -191,12 +191,10 @@ def chunked_op(name: str, method: Method, tilings: Tilings) -> KernelOp:
         dweight: Tensor | None,
         dbias: Tensor | None,
     ) -> None:
-        of_rows = None if method.scales(weight.shape[0], x.dtype) else factor
-        kept = [(of_x, of_rows, dx), (of_weight, factor, dweight), (of_bias, factor, dbias)]
-        if all(out is None or held.shape == out.shape for held, _, out in kept):
-            for held, by, out in kept:
-                if out is not None:
-                    plan.run(method.multiply, held, dloss, by, out)
+        kept = (of_x, dx), (of_weight, dweight), (of_bias, dbias)
+        if all(out is None or held.shape == out.shape for held, out in kept):
+            scaled = method.scales(weight.shape[0], x.dtype)
+            plan.run(method.multiply, scaled, dloss, factor, *kept[0], *kept[1], *kept[2])
             return
         terms = Terms(ignore_index, label_smoothing, z_loss, softcap)
         plan.run(_backward, method, terms, reduction, x, weight, target, bias, dloss, dx, dweight, dbias)

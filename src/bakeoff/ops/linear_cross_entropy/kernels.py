@@ -459,24 +459,35 @@ def _finish(losses, numbers, loss, N: tl.int64, BLOCK: tl.constexpr):
     tl.store(loss, tl.sum(sums, axis=0) / tl.load(numbers + 1))
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["X", "W", "B"])
 def _multiply(
-    kept, dloss, factor, out, N: tl.int64, BLOCK: tl.constexpr, SAME: tl.constexpr, FACTOR: tl.constexpr
+    of_x, of_weight, of_bias, dloss, factor, dx, dweight, dbias, X: tl.int64, W: tl.int64, B: tl.int64,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, SAME_X: tl.constexpr, SAME_W: tl.constexpr,
 ):  # fmt: skip
-    """out = kept * dloss, if FACTOR times `factor`; nothing to do where they are SAME and the product is 1.
+    """dx, dweight, dbias = of_x, of_weight, of_bias times dloss and factor; SCALED, dx without the factor.
 
-    Otherwise reads kept and writes out, in turns of BLOCK elements a program.
+    X, W and B elements of them, 0 where one isn't wanted. Nothing to do where one is the SAME as what it
+    comes from and is multiplied by 1, as x's mostly is. Otherwise reads and writes each element once.
     """
-    by = tl.load(dloss).to(tl.float32)
-    if FACTOR:
-        by *= tl.load(factor)
+    arrived = tl.load(dloss).to(tl.float32)
+    by = arrived * tl.load(factor)
+    if SCALED:
+        _times(of_x, arrived, dx, X, BLOCK, SAME_X)
+    else:
+        _times(of_x, by, dx, X, BLOCK, SAME_X)
+    _times(of_weight, by, dweight, W, BLOCK, SAME_W)
+    _times(of_bias, by, dbias, B, BLOCK, False)
+
+
+@triton.jit
+def _times(kept, by, out, N, BLOCK: tl.constexpr, SAME: tl.constexpr):
+    # out = kept * by of N elements, in turns of BLOCK a program.
     if not SAME or by != 1.0:
         turn = tl.num_programs(0).to(tl.int64) * BLOCK
         for start in range(tl.program_id(0).to(tl.int64) * BLOCK, N, turn):
             i = start + tl.arange(0, BLOCK)
             if start + BLOCK <= N:  # without masks, which would keep accesses narrow
-                value = tl.load(kept + i).to(tl.float32) * by
-                tl.store(out + i, value.to(out.dtype.element_ty))
+                tl.store(out + i, (tl.load(kept + i).to(tl.float32) * by).to(out.dtype.element_ty))
             else:
                 value = tl.load(kept + i, mask=i < N, other=0.0).to(tl.float32) * by
                 tl.store(out + i, value.to(out.dtype.element_ty), mask=i < N)

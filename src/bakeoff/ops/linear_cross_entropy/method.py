@@ -46,8 +46,10 @@ class Method(NamedTuple):
     factors (weights exp(l - most) - smoothing / V - (1 - smoothing) [target])."""
     finish: Callable[[Tensor, Tensor, Tensor], None]
     """finish(losses, numbers, loss): loss = the sum of `losses` over the count that `begin` wrote."""
-    multiply: Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
-    """multiply(kept, dloss, factor, out): out = kept * dloss * factor, where out may be kept."""
+    multiply: Callable[..., None]
+    """multiply(scaled, dloss, factor, of_x, dx, of_weight, dweight, of_bias, dbias): what is kept times dloss
+    and `factor`, x's, if `scaled`, times dloss alone. Nothing where there is no room; room may be what is
+    kept."""
     tiling: Callable[[int, int, int, torch.dtype], Any]
     """tiling(N, V, D, dtype): the default, a NamedTuple that has `rows`, `wide`, `classes`,
     `head` and `tile`: above 0, `chunk` writes no logits without `gradients`."""

@@ -350,15 +350,40 @@ def finish(losses: Tensor, numbers: Tensor, loss: Tensor) -> None:
     )
 
 
-def multiply(kept: Tensor, dloss: Tensor, factor: Tensor | None, out: Tensor) -> None:
+def multiply(
+    scaled: bool,
+    dloss: Tensor,
+    factor: Tensor,
+    of_x: Tensor,
+    dx: Tensor | None,
+    of_weight: Tensor,
+    dweight: Tensor | None,
+    of_bias: Tensor,
+    dbias: Tensor | None,
+) -> None:
     """See `bakeoff.ops.linear_cross_entropy.method.Method`."""
-    N = out.numel()
-    if N:
-        _multiply_kernel(
-            (min(triton.cdiv(N, _MULTIPLY), _PROGRAMS),), kept=kept, dloss=dloss,
-            factor=dloss if factor is None else factor, out=out, N=N, BLOCK=_MULTIPLY, SAME=out is kept,
-            FACTOR=factor is not None, num_warps=4,
-        )  # fmt: skip
+    sizes = [0 if out is None else out.numel() for out in (dx, dweight, dbias)]
+    if not any(sizes):
+        return
+    _multiply_kernel(
+        (min(triton.cdiv(max(sizes), _MULTIPLY), _PROGRAMS),),
+        of_x=of_x,
+        of_weight=of_weight,
+        of_bias=of_bias,
+        dloss=dloss,
+        factor=factor,
+        dx=of_x if dx is None else dx,
+        dweight=of_weight if dweight is None else dweight,
+        dbias=of_bias if dbias is None else dbias,
+        X=sizes[0],
+        W=sizes[1],
+        B=sizes[2],
+        BLOCK=_MULTIPLY,
+        SCALED=scaled,
+        SAME_X=dx is of_x,
+        SAME_W=dweight is of_weight,
+        num_warps=4,
+    )
 
 
 linear_cross_entropy = Chunked(
