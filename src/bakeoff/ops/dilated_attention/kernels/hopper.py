@@ -1,0 +1,308 @@
+"""The forward of one branch of dilated_attention for NVIDIA's Hopper, written in Gluon.
+
+A program holds WORKERS * 64 queries of a segment at a time and goes through the segment's keys BLOCK at a
+time: q k^T, softmax, p v. One warp copies tiles from memory by the bulk copy engine (TMA) into rings of
+STAGES blocks of k and of v; each of the WORKERS warpgroups multiplies 64 queries with what arrives. While the
+tensor cores add up the values of a block, a warpgroup computes the softmax of the next one.
+
+All segments are whole, so the rows that a head selects are a plain tensor: token = segment w + row r + phase
+stands at [segment, row, phase, head] of a view of 5 dimensions. The copy engine fills zeros in for rows
+behind a segment's end, and doesn't write such rows.
+
+A launch does 4 D FLOPs a pair of one branch. It reads q, k, v and writes y and lse of the branch's rows; k
+and v are read once from memory and then from the L2, as neighbouring programs share them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+__all__: list[str] = []
+
+_LOG2E = gl.constexpr(1.4426950408889634)
+
+_NUMBERS = ["ITEMS", "BLOCKS", "H", "T", "SEGMENTS", "LENGTH", "RATE", "scale"]
+
+
+@gluon.jit(do_not_specialize=_NUMBERS)
+def _attend(
+    q, k, v, y, lse, phases,
+    ITEMS: gl.int32, BLOCKS: gl.int32, H: gl.int32, T: gl.int32, SEGMENTS: gl.int32, LENGTH: gl.int32,
+    RATE: gl.int32, scale: gl.float32,
+    G: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, MERGE: gl.constexpr, WIDTH: gl.constexpr,
+    WORKERS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """y and lse of one branch's rows; program p takes items p, p + programs, ...
+
+    q, k, v, y: views [sequences * SEGMENTS, LENGTH, RATE, heads, D] in tiles of 64 or BLOCK rows.
+    An item is a block of WORKERS * 64 rows of a segment and head. With CAUSAL it is two, the i-th and the
+    i-th from behind, so that all items are equally long.
+    RAGGED: whether LENGTH is no multiple of BLOCK. MERGE: mixed with what the branches before have left in
+    y and lse. TURNS: whether warpgroups take turns in issuing products.
+    """
+    dtype: gl.constexpr = k.dtype
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_tiles = gl.allocate_shared_memory(dtype, [WORKERS, 64, WIDTH], tile)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, WIDTH], tile)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, WIDTH], tile)
+    y_tiles = gl.allocate_shared_memory(dtype, [WORKERS, 64, WIDTH], tile)
+    own = gl.allocate_shared_memory(gl.int64, [5 * WORKERS, 1], bar)  # q and y: full, empty; turns
+    ring = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], bar)  # k and v: full, empty
+    for i in gl.static_range(5 * WORKERS):
+        mbarrier.init(own.index(i), count=1)
+    for i in gl.static_range(2 * STAGES):
+        mbarrier.init(ring.index(i), count=1)
+        mbarrier.init(ring.index(2 * STAGES + i), count=WORKERS)
+    tiles = (q_tiles, k_tiles, v_tiles, y_tiles)
+    numbers = (ITEMS, BLOCKS, H, T, SEGMENTS, LENGTH, RATE)
+    bars = (own, ring)
+    numbers = (ITEMS, BLOCKS, H, T, SEGMENTS, LENGTH, RATE)
+    if WORKERS == 2:
+        gl.warp_specialize(
+            [
+                (_work, (y, lse, phases, tiles, bars, numbers, scale, G, CAUSAL, RAGGED, MERGE, TURNS, 0)),
+                (_work, (y, lse, phases, tiles, bars, numbers, scale, G, CAUSAL, RAGGED, MERGE, TURNS, 1)),
+                (_copy, ((q, k, v, y), tiles, bars, phases, numbers, G, CAUSAL, MERGE)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_work, (y, lse, phases, tiles, bars, numbers, scale, G, CAUSAL, RAGGED, MERGE, TURNS, 0)),
+                (_work, (y, lse, phases, tiles, bars, numbers, scale, G, CAUSAL, RAGGED, MERGE, TURNS, 1)),
+                (_work, (y, lse, phases, tiles, bars, numbers, scale, G, CAUSAL, RAGGED, MERGE, TURNS, 2)),
+                (_copy, ((q, k, v, y), tiles, bars, phases, numbers, G, CAUSAL, MERGE)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 24],
+        )
+
+
+@gluon.jit
+def _visits(numbers, CAUSAL: gl.constexpr):
+    # How many blocks of rows this program holds one after the other.
+    items = gl.cdiv(numbers[0] - gl.program_id(0), gl.num_programs(0))
+    if CAUSAL:
+        items = 2 * items
+    return items
+
+
+@gluon.jit
+def _visit(
+    n, numbers, phases, G: gl.constexpr, CAUSAL: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr
+):
+    # The n-th of them: its segment (of all sequences), head, first row and phase; how many blocks of keys.
+    _, BLOCKS, H, _, _, LENGTH, _ = numbers
+    if CAUSAL:
+        item = gl.program_id(0) + n // 2 * gl.num_programs(0)
+        place = item % BLOCKS
+        place = gl.where(n % 2 == 0, 2 * BLOCKS - 1 - place, place)
+    else:
+        item = gl.program_id(0) + n * gl.num_programs(0)
+        place = item % BLOCKS
+    h = item // BLOCKS % H
+    segment = item // BLOCKS // H
+    first = place * ROWS
+    keys = LENGTH
+    if CAUSAL:
+        keys = gl.minimum(keys, first + ROWS)
+    return segment, h, first, gl.load(phases + h // G), gl.cdiv(keys, BLOCK)
+
+
+@gluon.jit
+def _copy(
+    views, tiles, bars, phases, numbers, G: gl.constexpr, CAUSAL: gl.constexpr, MERGE: gl.constexpr,
+):  # fmt: skip
+    # One warp: every tile that the others need, in the order in which they need them.
+    q, k, v, y = views
+    q_tiles, k_tiles, v_tiles, y_tiles = tiles
+    own, ring = bars
+    WORKERS: gl.constexpr = q_tiles.shape[0]
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    BLOCK: gl.constexpr = k_tiles.shape[1]
+    step = 0
+    for n in range(_visits(numbers, CAUSAL)):
+        segment, h, first, phase, count = _visit(n, numbers, phases, G, CAUSAL, WORKERS * 64, BLOCK)
+        for g in gl.static_range(WORKERS):
+            mbarrier.wait(own.index(WORKERS + g), (n & 1) ^ 1)
+            _fetch(q, [segment, first + 64 * g, phase, h, 0], own.index(g), q_tiles.index(g))
+        for j in range(count):
+            at = step % STAGES
+            parity = (step // STAGES & 1) ^ 1
+            mbarrier.wait(ring.index(2 * STAGES + at), parity)
+            _fetch(k, [segment, j * BLOCK, phase, h // G, 0], ring.index(at), k_tiles.index(at))
+            mbarrier.wait(ring.index(3 * STAGES + at), parity)
+            _fetch(v, [segment, j * BLOCK, phase, h // G, 0], ring.index(STAGES + at), v_tiles.index(at))
+            step += 1
+        if MERGE:
+            for g in gl.static_range(WORKERS):
+                mbarrier.wait(own.index(3 * WORKERS + g), n & 1)
+                where = [segment, first + 64 * g, phase, h, 0]
+                _fetch(y, where, own.index(2 * WORKERS + g), y_tiles.index(g))
+
+
+@gluon.jit
+def _fetch(view, where, full, tile):
+    # Starts to copy a tile of a view; `full` completes when it is there.
+    mbarrier.expect(full, view.block_type.nbytes)
+    tma.async_copy_global_to_shared(view, where, full, _as_in(view, tile))
+
+
+@gluon.jit
+def _as_in(view, tile):
+    # A tile of rows with the 5 dimensions of the view; its bytes lie alike.
+    return tile._reinterpret(view.dtype, view.block_shape, view.layout)
+
+
+@gluon.jit
+def _work(
+    y, lse, phases, tiles, bars, numbers, scale,
+    G: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, MERGE: gl.constexpr, TURNS: gl.constexpr,
+    g: gl.constexpr,
+):  # fmt: skip
+    # The g-th warpgroup: 64 queries at a time. `top` and `scale` are of powers of two.
+    q_tiles, k_tiles, v_tiles, y_tiles = tiles
+    own, ring = bars
+    _, _, H, T, SEGMENTS, LENGTH, RATE = numbers
+    dtype: gl.constexpr = k_tiles.dtype
+    WORKERS: gl.constexpr = q_tiles.shape[0]
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    BLOCK: gl.constexpr = k_tiles.shape[1]
+    WIDTH: gl.constexpr = k_tiles.shape[2]
+    scores_in: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    sums_in: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    weights_in: gl.constexpr = gl.DotOperandLayout(0, sums_in, 2)
+    row_in: gl.constexpr = gl.SliceLayout(1, scores_in)
+    query = q_tiles.index(g)
+    old = y_tiles.index(g)
+    step = 0
+    for n in range(_visits(numbers, CAUSAL)):
+        segment, h, first, phase, count = _visit(n, numbers, phases, G, CAUSAL, WORKERS * 64, BLOCK)
+        first += 64 * g
+        rows = first + gl.arange(0, 64, row_in)
+        seen = LENGTH
+        if CAUSAL:
+            seen = gl.minimum(LENGTH, first + 1)
+        full = gl.maximum(seen // BLOCK, 1)  # blocks that all rows see, but the first is masked anyway
+
+        mbarrier.wait(own.index(g), n & 1)
+        at = step % STAGES
+        mbarrier.wait(ring.index(at), step // STAGES & 1)
+        scores = gl.zeros([64, BLOCK], gl.float32, scores_in)
+        key = k_tiles.index(at).permute((1, 0))
+        scores = warpgroup_mma(query, key, scores, use_acc=False, is_async=True)
+        tma.store_wait(0)  # of the visit before
+        scores = warpgroup_mma_wait(0, (scores,))
+        mbarrier.arrive(ring.index(2 * STAGES + at), count=1)
+        if MERGE:
+            mbarrier.arrive(own.index(3 * WORKERS + g), count=1)
+        scores = _masked(scores, 0, rows, LENGTH, CAUSAL, BLOCK)
+        top = gl.max(scores, 1) * scale
+        weights = gl.exp2(scores * scale - top[:, None])
+        total = gl.sum(weights, 1)
+        weights = gl.convert_layout(weights.to(dtype), weights_in)
+        sums = gl.zeros([64, WIDTH], gl.float32, sums_in)
+        step += 1
+        for j in range(1, gl.minimum(full, count)):
+            top, total, weights, sums = _step(
+                query, tiles, bars, step, step - n - 1, top, total, weights, sums, j * BLOCK, rows, LENGTH,
+                scale, False, CAUSAL, TURNS, g,
+            )  # fmt: skip
+            step += 1
+        if CAUSAL or RAGGED:
+            for j in range(full, count):
+                top, total, weights, sums = _step(
+                    query, tiles, bars, step, step - n - 1, top, total, weights, sums, j * BLOCK, rows, LENGTH,
+                    scale, True, CAUSAL, TURNS, g,
+                )  # fmt: skip
+                step += 1
+        mbarrier.arrive(own.index(WORKERS + g), count=1)
+        at = (step - 1) % STAGES
+        mbarrier.wait(ring.index(STAGES + at), (step - 1) // STAGES & 1)
+        sums = warpgroup_mma(weights, v_tiles.index(at), sums, is_async=True)
+
+        token = segment % SEGMENTS * (LENGTH * RATE) + rows * RATE + phase
+        lse_at = lse + (segment // SEGMENTS * H + h).to(gl.int64) * T + token
+        found = top / _LOG2E + gl.log(total)
+        if MERGE:
+            before = gl.load(lse_at, mask=rows < LENGTH, other=0.0)
+            high = gl.maximum(before, found)
+            kept = gl.exp2((before - high) * _LOG2E)
+            new = gl.exp2((found - high) * _LOG2E)
+            found = high + gl.log(kept + new)
+            kept = kept / (kept + new)
+            share = (1.0 - kept) / total
+        else:
+            share = 1.0 / total
+        gl.store(lse_at, found, mask=rows < LENGTH)
+        sums = warpgroup_mma_wait(0, (sums,))
+        mbarrier.arrive(ring.index(3 * STAGES + at), count=1)
+        sums = sums * gl.convert_layout(share, gl.SliceLayout(1, sums_in))[:, None]
+        if MERGE:
+            mbarrier.wait(own.index(2 * WORKERS + g), n & 1)
+            was = old.load(sums_in).to(gl.float32)
+            sums += was * gl.convert_layout(kept, gl.SliceLayout(1, sums_in))[:, None]
+        old.store(sums.to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(y, [segment, first, phase, h, 0], _as_in(y, old))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _step(
+    query, tiles, bars, step, turn, top, total, weights, sums, start, rows, LENGTH, scale,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, TURNS: gl.constexpr, g: gl.constexpr,
+):  # fmt: skip
+    # Adds up the values of the block before, and weighs this one.
+    q_tiles, k_tiles, v_tiles, _ = tiles
+    own, ring = bars
+    WORKERS: gl.constexpr = q_tiles.shape[0]
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    BLOCK: gl.constexpr = k_tiles.shape[1]
+    at, before = step % STAGES, (step - 1) % STAGES
+    scores = gl.zeros([64, BLOCK], gl.float32, _scores_of(top))
+    mbarrier.wait(ring.index(at), step // STAGES & 1)
+    if TURNS:
+        mbarrier.wait(own.index(4 * WORKERS + g), (turn & 1) ^ (g == 0))
+    key = k_tiles.index(at).permute((1, 0))
+    scores = warpgroup_mma(query, key, scores, use_acc=False, is_async=True)
+    mbarrier.wait(ring.index(STAGES + before), (step - 1) // STAGES & 1)
+    sums = warpgroup_mma(weights, v_tiles.index(before), sums, is_async=True)
+    if TURNS:
+        mbarrier.arrive(own.index(4 * WORKERS + (g + 1) % WORKERS), count=1)
+    scores = warpgroup_mma_wait(1, (scores,))
+    mbarrier.arrive(ring.index(2 * STAGES + at), count=1)
+    if MASKED:
+        scores = _masked(scores, start, rows, LENGTH, CAUSAL, BLOCK)
+    new = gl.maximum(top, gl.max(scores, 1) * scale)
+    next = gl.exp2(scores * scale - new[:, None])
+    fade = gl.exp2(top - new)
+    total = total * fade + gl.sum(next, 1)
+    sums = warpgroup_mma_wait(0, (sums,))
+    mbarrier.arrive(ring.index(3 * STAGES + before), count=1)
+    sums = sums * gl.convert_layout(fade, gl.SliceLayout(1, sums.type.layout))[:, None]
+    return new, total, gl.convert_layout(next.to(weights.dtype), weights.type.layout), sums
+
+
+@gluon.constexpr_function
+def _scores_of(top):
+    return top.type.layout.parent
+
+
+@gluon.jit
+def _masked(scores, start, rows, LENGTH, CAUSAL: gl.constexpr, BLOCK: gl.constexpr):
+    keys = start + gl.arange(0, BLOCK, gl.SliceLayout(0, scores.type.layout))
+    seen = (keys < LENGTH)[None, :]
+    if CAUSAL:
+        seen = seen & (keys[None, :] <= rows[:, None])
+    return gl.where(seen, scores, -float("inf"))
