@@ -27,6 +27,8 @@ __all__: list[str] = []
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 
+_together = getattr(gl, "barrier", None) or gl.thread_barrier  # as Triton 3.6 calls it
+
 _NUMBERS = ["ITEMS", "BLOCKS", "H", "T", "SEGMENTS", "LENGTH", "RATE", "scale"]
 
 
@@ -49,21 +51,18 @@ def _attend(
     """
     dtype: gl.constexpr = k.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_tiles = gl.allocate_shared_memory(dtype, [WORKERS, 64, WIDTH], tile)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, WIDTH], tile)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, WIDTH], tile)
     y_tiles = gl.allocate_shared_memory(dtype, [WORKERS, 64, WIDTH], tile)
-    own = gl.allocate_shared_memory(gl.int64, [5 * WORKERS, 1], bar)  # q and y: full, empty; turns
-    ring = gl.allocate_shared_memory(gl.int64, [4 * STAGES, 1], bar)  # k and v: full, empty
-    for i in gl.static_range(5 * WORKERS):
-        mbarrier.init(own.index(i), count=1)
-    for i in gl.static_range(2 * STAGES):
-        mbarrier.init(ring.index(i), count=1)
-        mbarrier.init(ring.index(2 * STAGES + i), count=WORKERS)
+    q_full, q_free = _barriers(WORKERS, 1), _barriers(WORKERS, 1)
+    y_full, y_free = _barriers(WORKERS, 1), _barriers(WORKERS, 1)
+    k_full, k_free = _barriers(STAGES, 1), _barriers(STAGES, WORKERS)
+    v_full, v_free = _barriers(STAGES, 1), _barriers(STAGES, WORKERS)
+    turns = _barriers(WORKERS, 1)
     tiles = (q_tiles, k_tiles, v_tiles, y_tiles)
     numbers = (ITEMS, BLOCKS, H, T, SEGMENTS, LENGTH, RATE)
-    bars = (own, ring)
+    bars = (q_full, q_free, k_full, k_free, v_full, v_free, y_full, y_free, turns)
     numbers = (ITEMS, BLOCKS, H, T, SEGMENTS, LENGTH, RATE)
     if WORKERS == 2:
         gl.warp_specialize(
@@ -86,6 +85,15 @@ def _attend(
             [4, 4, 1],
             [REGISTERS, REGISTERS, 24],
         )
+
+
+@gluon.jit
+def _barriers(number: gl.constexpr, count: gl.constexpr):
+    # Barriers that complete a phase each time `count` have arrived.
+    bars = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(bars.index(i), count=count)
+    return bars
 
 
 @gluon.jit
@@ -126,7 +134,7 @@ def _copy(
     # One warp: every tile that the others need, in the order in which they need them.
     q, k, v, y = views
     q_tiles, k_tiles, v_tiles, y_tiles = tiles
-    own, ring = bars
+    q_full, q_free, k_full, k_free, v_full, v_free, y_full, y_free, _ = bars
     WORKERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK: gl.constexpr = k_tiles.shape[1]
@@ -134,21 +142,21 @@ def _copy(
     for n in range(_visits(numbers, CAUSAL)):
         segment, h, first, phase, count = _visit(n, numbers, phases, G, CAUSAL, WORKERS * 64, BLOCK)
         for g in gl.static_range(WORKERS):
-            mbarrier.wait(own.index(WORKERS + g), (n & 1) ^ 1)
-            _fetch(q, [segment, first + 64 * g, phase, h, 0], own.index(g), q_tiles.index(g))
+            mbarrier.wait(q_free.index(g), (n & 1) ^ 1)
+            _fetch(q, [segment, first + 64 * g, phase, h, 0], q_full.index(g), q_tiles.index(g))
         for j in range(count):
             at = step % STAGES
             parity = (step // STAGES & 1) ^ 1
-            mbarrier.wait(ring.index(2 * STAGES + at), parity)
-            _fetch(k, [segment, j * BLOCK, phase, h // G, 0], ring.index(at), k_tiles.index(at))
-            mbarrier.wait(ring.index(3 * STAGES + at), parity)
-            _fetch(v, [segment, j * BLOCK, phase, h // G, 0], ring.index(STAGES + at), v_tiles.index(at))
+            mbarrier.wait(k_free.index(at), parity)
+            _fetch(k, [segment, j * BLOCK, phase, h // G, 0], k_full.index(at), k_tiles.index(at))
+            mbarrier.wait(v_free.index(at), parity)
+            _fetch(v, [segment, j * BLOCK, phase, h // G, 0], v_full.index(at), v_tiles.index(at))
             step += 1
         if MERGE:
             for g in gl.static_range(WORKERS):
-                mbarrier.wait(own.index(3 * WORKERS + g), n & 1)
+                mbarrier.wait(y_free.index(g), n & 1)
                 where = [segment, first + 64 * g, phase, h, 0]
-                _fetch(y, where, own.index(2 * WORKERS + g), y_tiles.index(g))
+                _fetch(y, where, y_full.index(g), y_tiles.index(g))
 
 
 @gluon.jit
@@ -172,7 +180,7 @@ def _work(
 ):  # fmt: skip
     # The g-th warpgroup: 64 queries at a time. `top` and `scale` are of powers of two.
     q_tiles, k_tiles, v_tiles, y_tiles = tiles
-    own, ring = bars
+    q_full, q_free, k_full, k_free, v_full, v_free, y_full, y_free, _ = bars
     _, _, H, T, SEGMENTS, LENGTH, RATE = numbers
     dtype: gl.constexpr = k_tiles.dtype
     WORKERS: gl.constexpr = q_tiles.shape[0]
@@ -195,17 +203,18 @@ def _work(
             seen = gl.minimum(LENGTH, first + 1)
         full = gl.maximum(seen // BLOCK, 1)  # blocks that all rows see, but the first is masked anyway
 
-        mbarrier.wait(own.index(g), n & 1)
+        mbarrier.wait(q_full.index(g), n & 1)
         at = step % STAGES
-        mbarrier.wait(ring.index(at), step // STAGES & 1)
+        mbarrier.wait(k_full.index(at), step // STAGES & 1)
         scores = gl.zeros([64, BLOCK], gl.float32, scores_in)
         key = k_tiles.index(at).permute((1, 0))
         scores = warpgroup_mma(query, key, scores, use_acc=False, is_async=True)
-        tma.store_wait(0)  # of the visit before
         scores = warpgroup_mma_wait(0, (scores,))
-        mbarrier.arrive(ring.index(2 * STAGES + at), count=1)
+        tma.store_wait(0)  # of the visit before
+        _together()
+        mbarrier.arrive(k_free.index(at), count=1)
         if MERGE:
-            mbarrier.arrive(own.index(3 * WORKERS + g), count=1)
+            mbarrier.arrive(y_free.index(g), count=1)
         scores = _masked(scores, 0, rows, LENGTH, CAUSAL, BLOCK)
         top = gl.max(scores, 1) * scale
         weights = gl.exp2(scores * scale - top[:, None])
@@ -226,9 +235,9 @@ def _work(
                     scale, True, CAUSAL, TURNS, g,
                 )  # fmt: skip
                 step += 1
-        mbarrier.arrive(own.index(WORKERS + g), count=1)
+        mbarrier.arrive(q_free.index(g), count=1)
         at = (step - 1) % STAGES
-        mbarrier.wait(ring.index(STAGES + at), (step - 1) // STAGES & 1)
+        mbarrier.wait(v_full.index(at), (step - 1) // STAGES & 1)
         sums = warpgroup_mma(weights, v_tiles.index(at), sums, is_async=True)
 
         token = segment % SEGMENTS * (LENGTH * RATE) + rows * RATE + phase
@@ -246,10 +255,11 @@ def _work(
             share = 1.0 / total
         gl.store(lse_at, found, mask=rows < LENGTH)
         sums = warpgroup_mma_wait(0, (sums,))
-        mbarrier.arrive(ring.index(3 * STAGES + at), count=1)
+        _together()
+        mbarrier.arrive(v_free.index(at), count=1)
         sums = sums * gl.convert_layout(share, gl.SliceLayout(1, sums_in))[:, None]
         if MERGE:
-            mbarrier.wait(own.index(2 * WORKERS + g), n & 1)
+            mbarrier.wait(y_full.index(g), n & 1)
             was = old.load(sums_in).to(gl.float32)
             sums += was * gl.convert_layout(kept, gl.SliceLayout(1, sums_in))[:, None]
         old.store(sums.to(dtype))
@@ -265,33 +275,58 @@ def _step(
 ):  # fmt: skip
     # Adds up the values of the block before, and weighs this one.
     q_tiles, k_tiles, v_tiles, _ = tiles
-    own, ring = bars
+    _, _, k_full, k_free, v_full, v_free, _, _, turns = bars
     WORKERS: gl.constexpr = q_tiles.shape[0]
     STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK: gl.constexpr = k_tiles.shape[1]
     at, before = step % STAGES, (step - 1) % STAGES
     scores = gl.zeros([64, BLOCK], gl.float32, _scores_of(top))
-    mbarrier.wait(ring.index(at), step // STAGES & 1)
+    mbarrier.wait(k_full.index(at), step // STAGES & 1)
     if TURNS:
-        mbarrier.wait(own.index(4 * WORKERS + g), (turn & 1) ^ (g == 0))
+        mbarrier.wait(turns.index(g), (turn & 1) ^ (g == 0))
     key = k_tiles.index(at).permute((1, 0))
     scores = warpgroup_mma(query, key, scores, use_acc=False, is_async=True)
-    mbarrier.wait(ring.index(STAGES + before), (step - 1) // STAGES & 1)
+    mbarrier.wait(v_full.index(before), (step - 1) // STAGES & 1)
     sums = warpgroup_mma(weights, v_tiles.index(before), sums, is_async=True)
     if TURNS:
-        mbarrier.arrive(own.index(4 * WORKERS + (g + 1) % WORKERS), count=1)
+        mbarrier.arrive(turns.index((g + 1) % WORKERS), count=1)
     scores = warpgroup_mma_wait(1, (scores,))
-    mbarrier.arrive(ring.index(2 * STAGES + at), count=1)
+    _together()
+    mbarrier.arrive(k_free.index(at), count=1)
     if MASKED:
         scores = _masked(scores, start, rows, LENGTH, CAUSAL, BLOCK)
     new = gl.maximum(top, gl.max(scores, 1) * scale)
     next = gl.exp2(scores * scale - new[:, None])
     fade = gl.exp2(top - new)
     total = total * fade + gl.sum(next, 1)
-    sums = warpgroup_mma_wait(0, (sums,))
-    mbarrier.arrive(ring.index(3 * STAGES + before), count=1)
+    next = gl.convert_layout(next.to(weights.dtype), weights.type.layout)
+    total = _ordered(total)
+    sums, next = warpgroup_mma_wait(0, (sums, next))
+    _together()
+    mbarrier.arrive(v_free.index(before), count=1)
     sums = sums * gl.convert_layout(fade, gl.SliceLayout(1, sums.type.layout))[:, None]
-    return new, total, gl.convert_layout(next.to(weights.dtype), weights.type.layout), sums
+    return new, total, next, sums
+
+
+@gluon.jit
+def _ordered(x):
+    # x, by a store that never happens (x is not negative): ptxas moves nothing that x needs behind a later
+    # wait. Without it a warpgroup waits for a product before it computes the softmax that could run beside.
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .pred never;
+            .reg .b32 nowhere;
+            mov.b32 nowhere, 0;
+            setp.lt.f32 never, $1, 0f00000000;
+            @never st.shared.f32 [nowhere], $1;
+            mov.f32 $0, $1;
+        }""",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.constexpr_function
