@@ -1,4 +1,4 @@
-"""Compiling a ``@triton.jit`` kernel ahead of time, for a GPU that need not be here.
+"""Compiling a ``@triton.jit`` or ``@gluon.jit`` kernel ahead of time, for a GPU that need not be here.
 
 ::
 
@@ -30,6 +30,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 __all__ = ["SHARED_LIMIT", "TARGETS", "Built", "build"]
 
@@ -113,7 +114,8 @@ def build(
         for index, name in enumerate(names)
         if types[name].startswith("*") and name not in unaligned
     }
-    source = ASTSource(kernel, types, dict(constants), aligned)
+    made_of = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = made_of(kernel, types, dict(constants), aligned)
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     shared = int(compiled.metadata.shared)
     if target.startswith("sm_"):

@@ -1,13 +1,21 @@
 """dilated_attention's kernels in their production configurations, built for GPUs that need not be here."""
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from aot import SHARED_LIMIT, Built, build
 from bakeoff.ops.dilated_attention import kernels
-from bakeoff.ops.dilated_attention.kernels import backward, forward
+from bakeoff.ops.dilated_attention.kernels import backward, forward, hopper
+from bakeoff.ops.dilated_attention.kernels.hopper_tilings import (
+    HopperTiling,
+    hopper_tilings,
+    registers,
+    width_of,
+)
 from bakeoff.ops.dilated_attention.op import OP
 
 CASES = {case.name: case for case in OP.cases()}
@@ -58,3 +66,68 @@ def test_tensor_cores_with_few_spills(name: str, way: str, target: str) -> None:
 def test_every_case_builds_everywhere(name: str, way: str, target: str) -> None:
     found = built(CASES[name], way, target, default(CASES[name], way, target))
     assert found.shared <= SHARED_LIMIT[target]
+
+
+def built_for_hopper(case: Any, tiling: HopperTiling, merge: bool, dtype: torch.dtype) -> Built:
+    """The forward for Hopper as it is launched for a branch of `case`; `merge`: for a later branch."""
+    of_kernel, of_workers, of_copier = registers(tiling.workers)
+    width, name = width_of(case.q.shape[-1]), TYPES[dtype][1:]
+    constants: dict[str, Any] = {
+        "G": case.q.shape[2] // case.k.shape[2], "DTYPE": hopper.DTYPES[dtype], "CAUSAL": case.causal,
+        "RAGGED": merge, "MERGE": merge, "WIDTH": width, "WORKERS": tiling.workers, "BLOCK": tiling.keys,
+        "STAGES": tiling.stages, "TURNS": bool(tiling.turns), "WORKER_REGISTERS": of_workers,
+        "COPIER_REGISTERS": of_copier,
+    }  # fmt: skip
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+    tiles = {"q": 64, "k": tiling.keys, "v": tiling.keys, "y": 64}
+    signature = {x: f"tensordesc<{name}[1, {rows}, 1, 1, {width}],{layout!r}>" for x, rows in tiles.items()}
+    signature |= {"lse": "*fp32", "phases": "*i32", "scale": "fp32"}
+    signature |= {x: "i32" for x in hopper._attend.arg_names if x not in signature and x not in constants}
+    return build(hopper._attend, signature, constants, "sm_90", num_warps=4, maxnreg=of_kernel)
+
+
+def check_hopper(built: Built) -> None:
+    assert built.shared <= SHARED_LIMIT["sm_90"]
+    assert built.spills <= 32
+    for instruction in (
+        "wgmma.mma_async",
+        "cp.async.bulk.tensor.5d.shared",
+        "cp.async.bulk.tensor.5d.global",
+    ):
+        assert instruction in built.assembly
+    # A tile is given back after all four warps have read it: they meet between their wait and the arrival.
+    waits = re.split(r"wgmma\.wait_group", built.assembly)[1:]
+    assert waits
+    for after in waits:
+        before_arrival = after.partition("mbarrier.arrive")[0]
+        assert "bar.sync" in before_arrival
+
+
+LONG = CASES["1x131072x16x128"], CASES["1x131072x16x128 causal"]
+SHORT = CASES["1x8192x16x64"], CASES["1x8192x16x64 causal"]
+
+
+@pytest.mark.parametrize(
+    ("case", "merge", "dtype"),
+    [
+        (LONG[0], False, torch.bfloat16),
+        (LONG[0], True, torch.float16),
+        (LONG[1], True, torch.bfloat16),
+        (SHORT[0], True, torch.bfloat16),
+        (SHORT[1], False, torch.float16),
+    ],
+    ids=str,
+)
+def test_hopper_fits_the_chip(case: Any, merge: bool, dtype: torch.dtype) -> None:
+    check_hopper(built_for_hopper(case, hopper_tilings(case)[0], merge, dtype))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("case", [*LONG, *SHORT], ids=lambda case: case.name)
+def test_every_tiling_for_hopper_fits_the_chip(
+    case: Any, number: int, merge: bool, dtype: torch.dtype
+) -> None:
+    check_hopper(built_for_hopper(case, hopper_tilings(case)[number], merge, dtype))

@@ -250,6 +250,26 @@ def cuda_supports(case: Case) -> str | None:
     return None
 
 
+def hopper_supports(case: Case) -> str | None:
+    """Why the kernels for NVIDIA's Hopper can't take `case`, or None."""
+    device = hardware.index(case.device)
+    if device < 0 or torch.version.hip or hardware.capability(device)[0] != 9:
+        return "runs on NVIDIA GPUs of compute capability 9.0 alone"
+    if case.cu_seqlens is not None:
+        return "takes no packed documents"
+    if reason := needs_native(case):
+        return reason
+    D, T = case.q.shape[-1], case.q.shape[1]
+    if case.q.dtype == torch.float32 or D > 128 or D % 8:
+        return f"takes float16 and bfloat16, heads of 8 to 128 in steps of 8; not {case.q.dtype}, {D}"
+    pattern = pattern_of(case.segments, case.rates, case.phase, case.k.shape[2])
+    if pattern.rates[0] > 1:
+        return f"takes a first branch of rate 1, which selects every row, not {pattern.rates[0]}"
+    if not branches.even(pattern, T):
+        return "takes segments that divide the length, and rates that divide segments"
+    return None
+
+
 def heuristic(case: Case, regime: str) -> str:
     """cuDNN branch by branch where every branch is one call of many keys: on an H200 it takes 0.6 to 0.9 of
     the fused kernels' time there. These elsewhere: uneven lengths, documents, few keys, inside torch.compile,
@@ -272,6 +292,12 @@ def _fused() -> Implementation:
     from bakeoff.ops.dilated_attention.triton import fused
 
     return fused
+
+
+def _hopper() -> Implementation:
+    from bakeoff.ops.dilated_attention.hopper import hopper
+
+    return hopper
 
 
 def _cuda() -> Implementation:
@@ -331,6 +357,7 @@ OP = Op(
             deterministic=False,  # heads that are shared add up their gradients in any order
         ),
         kernel_candidate("fused", _fused, fused_supports),
+        kernel_candidate("hopper", _hopper, hopper_supports),
         Candidate("cuda", load=_cuda, supports=cuda_supports, launches=launches),
     ),
     check=check,

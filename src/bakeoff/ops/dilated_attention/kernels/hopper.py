@@ -13,6 +13,7 @@ A launch does 4 D FLOPs a pair of one branch. It reads q, k, v and writes y and 
 and v are read once from memory and then from the L2, as neighbouring programs share them.
 """
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,7 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-__all__: list[str] = []
+__all__ = ["DTYPES"]
+
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -37,9 +40,9 @@ def _attend(
     q, k, v, y, lse, phases,
     ITEMS: gl.int32, BLOCKS: gl.int32, H: gl.int32, T: gl.int32, SEGMENTS: gl.int32, LENGTH: gl.int32,
     RATE: gl.int32, scale: gl.float32,
-    G: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, MERGE: gl.constexpr, WIDTH: gl.constexpr,
-    WORKERS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    G: gl.constexpr, DTYPE: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, MERGE: gl.constexpr,
+    WIDTH: gl.constexpr, WORKERS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr, WORKER_REGISTERS: gl.constexpr, COPIER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """y and lse of one branch's rows; program p takes items p, p + programs, ...
 
@@ -49,12 +52,11 @@ def _attend(
     RAGGED: whether LENGTH is no multiple of BLOCK. MERGE: mixed with what the branches before have left in
     y and lse. TURNS: whether warpgroups take turns in issuing products.
     """
-    dtype: gl.constexpr = k.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_tiles = gl.allocate_shared_memory(dtype, [WORKERS, 64, WIDTH], tile)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, WIDTH], tile)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, WIDTH], tile)
-    y_tiles = gl.allocate_shared_memory(dtype, [WORKERS, 64, WIDTH], tile)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [WORKERS, 64, WIDTH], tile)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, WIDTH], tile)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, WIDTH], tile)
+    y_tiles = gl.allocate_shared_memory(DTYPE, [WORKERS, 64, WIDTH], tile)
     q_full, q_free = _barriers(WORKERS, 1), _barriers(WORKERS, 1)
     y_full, y_free = _barriers(WORKERS, 1), _barriers(WORKERS, 1)
     k_full, k_free = _barriers(STAGES, 1), _barriers(STAGES, WORKERS)
@@ -72,7 +74,7 @@ def _attend(
                 (_copy, ((q, k, v, y), tiles, bars, phases, numbers, G, CAUSAL, MERGE)),
             ],
             [4, 1],
-            [REGISTERS, 24],
+            [WORKER_REGISTERS, COPIER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -83,7 +85,7 @@ def _attend(
                 (_copy, ((q, k, v, y), tiles, bars, phases, numbers, G, CAUSAL, MERGE)),
             ],
             [4, 4, 1],
-            [REGISTERS, REGISTERS, 24],
+            [WORKER_REGISTERS, WORKER_REGISTERS, COPIER_REGISTERS],
         )
 
 
@@ -128,35 +130,40 @@ def _visit(
 
 
 @gluon.jit
-def _copy(
-    views, tiles, bars, phases, numbers, G: gl.constexpr, CAUSAL: gl.constexpr, MERGE: gl.constexpr,
-):  # fmt: skip
+def _copy(views, tiles, bars, phases, numbers, G: gl.constexpr, CAUSAL: gl.constexpr, MERGE: gl.constexpr):
     # One warp: every tile that the others need, in the order in which they need them.
     q, k, v, y = views
     q_tiles, k_tiles, v_tiles, y_tiles = tiles
     q_full, q_free, k_full, k_free, v_full, v_free, y_full, y_free, _ = bars
     WORKERS: gl.constexpr = q_tiles.shape[0]
-    STAGES: gl.constexpr = k_tiles.shape[0]
     BLOCK: gl.constexpr = k_tiles.shape[1]
     step = 0
     for n in range(_visits(numbers, CAUSAL)):
         segment, h, first, phase, count = _visit(n, numbers, phases, G, CAUSAL, WORKERS * 64, BLOCK)
+        kv = h // G
+        _next(k, [segment, 0, phase, kv, 0], step, k_tiles, k_full, k_free)
         for g in gl.static_range(WORKERS):
             mbarrier.wait(q_free.index(g), (n & 1) ^ 1)
             _fetch(q, [segment, first + 64 * g, phase, h, 0], q_full.index(g), q_tiles.index(g))
-        for j in range(count):
-            at = step % STAGES
-            parity = (step // STAGES & 1) ^ 1
-            mbarrier.wait(k_free.index(at), parity)
-            _fetch(k, [segment, j * BLOCK, phase, h // G, 0], k_full.index(at), k_tiles.index(at))
-            mbarrier.wait(v_free.index(at), parity)
-            _fetch(v, [segment, j * BLOCK, phase, h // G, 0], v_full.index(at), v_tiles.index(at))
+        for j in range(1, count):
+            _next(k, [segment, j * BLOCK, phase, kv, 0], step + 1, k_tiles, k_full, k_free)
+            _next(v, [segment, (j - 1) * BLOCK, phase, kv, 0], step, v_tiles, v_full, v_free)
             step += 1
+        _next(v, [segment, (count - 1) * BLOCK, phase, kv, 0], step, v_tiles, v_full, v_free)
+        step += 1
         if MERGE:
             for g in gl.static_range(WORKERS):
                 mbarrier.wait(y_free.index(g), n & 1)
-                where = [segment, first + 64 * g, phase, h, 0]
-                _fetch(y, where, y_full.index(g), y_tiles.index(g))
+                _fetch(y, [segment, first + 64 * g, phase, h, 0], y_full.index(g), y_tiles.index(g))
+
+
+@gluon.jit
+def _next(view, where, step, tiles, full, free):
+    # Fetches the tile of a step into its place in a ring, as soon as nobody needs what is there.
+    STAGES: gl.constexpr = tiles.shape[0]
+    at = step % STAGES
+    mbarrier.wait(free.index(at), (step // STAGES & 1) ^ 1)
+    _fetch(view, where, full.index(at), tiles.index(at))
 
 
 @gluon.jit
@@ -231,8 +238,8 @@ def _work(
         if CAUSAL or RAGGED:
             for j in range(full, count):
                 top, total, weights, sums = _step(
-                    query, tiles, bars, step, step - n - 1, top, total, weights, sums, j * BLOCK, rows, LENGTH,
-                    scale, True, CAUSAL, TURNS, g,
+                    query, tiles, bars, step, step - n - 1, top, total, weights, sums, j * BLOCK, rows,
+                    LENGTH, scale, True, CAUSAL, TURNS, g,
                 )  # fmt: skip
                 step += 1
         mbarrier.arrive(q_free.index(g), count=1)
@@ -241,14 +248,14 @@ def _work(
         sums = warpgroup_mma(weights, v_tiles.index(at), sums, is_async=True)
 
         token = segment % SEGMENTS * (LENGTH * RATE) + rows * RATE + phase
-        lse_at = lse + (segment // SEGMENTS * H + h).to(gl.int64) * T + token
-        found = top / _LOG2E + gl.log(total)
+        lse_at = lse + (segment // SEGMENTS * H + h) * T.to(gl.int64) + token
+        found = (top + gl.log2(total)) / _LOG2E
         if MERGE:
             before = gl.load(lse_at, mask=rows < LENGTH, other=0.0)
             high = gl.maximum(before, found)
             kept = gl.exp2((before - high) * _LOG2E)
             new = gl.exp2((found - high) * _LOG2E)
-            found = high + gl.log(kept + new)
+            found = high + gl.log2(kept + new) / _LOG2E
             kept = kept / (kept + new)
             share = (1.0 - kept) / total
         else:
@@ -283,7 +290,7 @@ def _step(
     scores = gl.zeros([64, BLOCK], gl.float32, _scores_of(top))
     mbarrier.wait(k_full.index(at), step // STAGES & 1)
     if TURNS:
-        mbarrier.wait(turns.index(g), (turn & 1) ^ (g == 0))
+        mbarrier.wait(turns.index(g), (turn + 1 if g == 0 else turn) & 1)
     key = k_tiles.index(at).permute((1, 0))
     scores = warpgroup_mma(query, key, scores, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), (step - 1) // STAGES & 1)
@@ -296,16 +303,17 @@ def _step(
     if MASKED:
         scores = _masked(scores, start, rows, LENGTH, CAUSAL, BLOCK)
     new = gl.maximum(top, gl.max(scores, 1) * scale)
-    next = gl.exp2(scores * scale - new[:, None])
+    parts = gl.exp2(scores * scale - new[:, None])
     fade = gl.exp2(top - new)
-    total = total * fade + gl.sum(next, 1)
-    next = gl.convert_layout(next.to(weights.dtype), weights.type.layout)
-    total = _ordered(total)
-    sums, next = warpgroup_mma_wait(0, (sums, next))
+    total = total * fade + gl.sum(parts, 1)
+    weights = gl.convert_layout(parts.to(weights.dtype), weights.type.layout)
+    if WORKERS == 2:  # with more there are too few registers for this block's weights beside the last one's
+        total = _ordered(total)
+    sums, weights = warpgroup_mma_wait(0, (sums, weights))
     _together()
     mbarrier.arrive(v_free.index(before), count=1)
     sums = sums * gl.convert_layout(fade, gl.SliceLayout(1, sums.type.layout))[:, None]
-    return new, total, next, sums
+    return new, total, weights, sums
 
 
 @gluon.jit
