@@ -4,18 +4,22 @@ import pytest
 import torch
 
 from bakeoff.ops.dilated_attention import OP, dilated_attention
+from bakeoff.ops.dilated_attention.kernels.hopper_tilings import hopper_tilings
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 from bakeoff.select.contests.verify import verify, yardsticks
 
-IMPLS = ["eager", "flash", "cudnn", "efficient", "flex", "fused", "cuda"]
+IMPLS = ["eager", "flash", "cudnn", "efficient", "flex", "fused", "hopper", "cuda"]
 
 SMALL = [case for case in OP.cases() if case.q.shape[1] <= 2048]
 GRID = [(case, impl) for case in OP.cases() if case.q.shape[1] <= 10000 for impl in IMPLS[1:]]
 
 
+@pytest.mark.parametrize("impl", ["fused", "hopper"])
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_kernels_pass_the_contest_verification(case):
-    _, deterministic = verify(OP, OP.candidate("fused"), yardsticks(OP, case))
+def test_kernels_pass_the_contest_verification(case, impl):
+    if reasons := OP.candidate(impl).reasons(case):
+        pytest.skip(reasons[0])
+    _, deterministic = verify(OP, OP.candidate(impl), yardsticks(OP, case))
     assert deterministic
 
 
@@ -62,6 +66,80 @@ def test_passes_the_contest_verification(case, impl):
     assert deterministic or not candidate.deterministic
 
 
+def only_on_hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs compute capability 9.0")
+
+
+FORMS = [
+    # B, T, H, kv heads, D, segments, rates, causal
+    (1, 512, 2, 2, 128, (512,), (1,), False),
+    (1, 1024, 2, 2, 64, (512, 1024), (1, 2), True),
+    (2, 400, 4, 2, 128, (100, 200, 400), (1, 2, 4), False),
+    (2, 400, 4, 2, 40, (200, 400), (1, 4), True),
+    (3, 10, 2, 1, 8, (2, 10), (1, 5), True),
+    (1, 8192, 4, 4, 96, (2048, 4096, 8192), (1, 2, 4), True),
+    (1, 8192, 4, 4, 128, (2048, 4096, 8192), (1, 2, 4), False),
+]
+
+
+@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_hopper_is_exact_and_repeats_itself(form, number, dtype):
+    """In every tiling; the third and fourth calls are replayed, each on tensors of its own."""
+    from bakeoff.ops.dilated_attention.hopper import hopper
+
+    only_on_hopper()
+    B, T, H, kv, D, segments, rates, causal = form
+    case = next(case for case in OP.cases() if case.q.shape[-1] == (64 if D <= 64 else 128))
+    tiling = hopper_tilings(case)[number]
+    call = hopper.bind(f"forward({','.join(f'{name}={n}' for name, n in tiling._asdict().items())})")
+    texts = ",".join(map(str, segments)), ",".join(map(str, rates))
+    kept = []
+    for _ in range(4):
+        inputs = [torch.randn(B, T, h, D, device="cuda").to(dtype) for h in (H, kv, kv)]
+        args = (*texts, causal, "mod", "exact", None, None, True)
+        y, lse = call(*inputs, *args)
+        assert torch.equal(call(*inputs, *args)[0], y)
+        want, level = reference(*[x.double() for x in inputs], *args)
+        assert (y.double() - want).norm() < 2 * torch.finfo(dtype).eps * want.norm()
+        assert (lse.double() - level).abs().max() < 2e-3
+        kept.append((inputs, y, y.clone()))
+    assert all(torch.equal(y, copy) for _, y, copy in kept)
+
+
+def test_hopper_reads_inputs_that_lie_anyhow():
+    only_on_hopper()
+    packed = torch.randn(2, 256, 2, 3, 64, device="cuda").half()
+    shape = (2, 256, 2, 64)
+    shifted = torch.randn(packed[..., 0, :].numel() + 1, device="cuda").half()[1:].view(shape)
+    for given in (
+        packed.unbind(3),
+        [x.transpose(1, 2).contiguous().transpose(1, 2) for x in packed.unbind(3)],
+        [x[:1].expand(shape) for x in packed.unbind(3)],
+        [shifted] * 3,
+    ):
+        inputs = [x.detach().requires_grad_() for x in given]
+        wide = [x.detach().double().requires_grad_() for x in inputs]
+        for _ in range(3):
+            y = dilated_attention(*inputs, (128, 256), (1, 2), causal=True, impl="hopper")
+        want = reference(*wide, (128, 256), (1, 2), True)
+        dy = torch.randn_like(y)
+        found = [y, *torch.autograd.grad(y, inputs, dy)]
+        for mine, right in zip(found, [want, *torch.autograd.grad(want, wide, dy.double())], strict=True):
+            assert (mine.double() - right).norm() < 2**-8 * right.norm()
+
+
+def test_hopper_reads_nothing_behind_the_end():
+    only_on_hopper()
+    room = torch.full((3, 1, 600, 2, 64), torch.nan, device="cuda").bfloat16()
+    inputs = [wide[:, 100:500].copy_(torch.randn(1, 400, 2, 64)) for wide in room]
+    for causal in (False, True):
+        y = dilated_attention(*inputs, (100, 400), (1, 4), causal=causal, impl="hopper")
+        assert torch.isfinite(y).all()
+
+
 @pytest.mark.parametrize(("D", "causal"), [(16, False), (48, True), (96, False), (128, True), (256, True)])
 def test_head_widths(D, causal):
     inputs = [torch.randn(1, 900, h, D, device="cuda").bfloat16().requires_grad_() for h in (4, 2, 2)]
@@ -74,8 +152,10 @@ def test_head_widths(D, causal):
         assert (mine.double() - right).norm() < 2**-7 * right.norm()
 
 
-@pytest.mark.parametrize("impl", ["eager", "cudnn", "fused"])
+@pytest.mark.parametrize("impl", ["eager", "cudnn", "fused", "hopper"])
 def test_graph_capture(impl):
+    if impl == "hopper":
+        only_on_hopper()
     inputs = [torch.randn(1, 1024, 4, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
 
     def step():
@@ -124,11 +204,14 @@ def test_documents_ask_the_host_for_nothing():
     assert (y[:, 2900:] == 0).all()
 
 
-def test_inside_torch_compile():
+@pytest.mark.parametrize("impl", ["fused", "hopper"])
+def test_inside_torch_compile(impl):
+    if impl == "hopper":
+        only_on_hopper()
     inputs = [torch.randn(2, 512, 4, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
 
     def model(q, k, v):
-        return dilated_attention(q, k, v, (128, 512), (1, 4), causal=True, impl="fused") * 2
+        return dilated_attention(q, k, v, (128, 512), (1, 4), causal=True, impl=impl) * 2
 
     want = model(*inputs)
     got = torch.compile(model, fullgraph=True)(*inputs)
