@@ -74,9 +74,9 @@ def built_for_hopper(case: Any, tiling: HopperTiling, merge: bool, dtype: torch.
     width, name = width_of(case.q.shape[-1]), TYPES[dtype][1:]
     constants: dict[str, Any] = {
         "G": case.q.shape[2] // case.k.shape[2], "DTYPE": hopper.DTYPES[dtype], "CAUSAL": case.causal,
-        "RAGGED": merge, "MERGE": merge, "WIDTH": width, "WORKERS": tiling.workers, "BLOCK": tiling.keys,
-        "STAGES": tiling.stages, "TURNS": bool(tiling.turns), "WORKER_REGISTERS": of_workers,
-        "COPIER_REGISTERS": of_copier,
+        "RAGGED": merge, "MERGE": merge, "EARLY": bool(tiling.early), "WIDTH": width,
+        "WORKERS": tiling.workers, "BLOCK": tiling.keys, "STAGES": tiling.stages,
+        "TURNS": bool(tiling.turns), "WORKER_REGISTERS": of_workers, "COPIER_REGISTERS": of_copier,
     }  # fmt: skip
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
     tiles = {"q": 64, "k": tiling.keys, "v": tiling.keys, "y": 64}

@@ -238,7 +238,9 @@ class EmulatedKernel:
         self._code = compile(tree, str(module.__file__), "exec")
 
     def __call__(self, grid: tuple[int, ...], /, *, views: Mapping[str, Any], **named: Any) -> None:
-        named = {name: value for name, value in named.items() if name not in ("num_warps", "maxnreg")}
+        named = {
+            name: value for name, value in named.items() if name not in ("num_warps", "maxnreg", "launch_pdl")
+        }
         for name, value in named.items():
             if isinstance(value, torch.Tensor):
                 named[name] = Described(value, views[name]) if name in views else Pointer(value)
@@ -272,7 +274,7 @@ class EmulatedKernel:
             max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis),
             arange=lambda first, end, _: torch.arange(first, end).as_subclass(Tile),
             zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype).as_subclass(Tile),
-            inline_asm_elementwise=lambda *args, **_: args[2][0],
+            inline_asm_elementwise=lambda *args, **_: next(iter(args[2]), None),
         )  # fmt: skip
         mbarrier = SimpleNamespace(
             MBarrierLayout=Layout, init=lambda bar, count: bar.init(count),

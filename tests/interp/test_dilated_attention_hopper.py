@@ -64,7 +64,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_reference(case: Any, dtype: torch.dtype, launches: Launches) -> None:
     B, T, H, kv, D, segments, rates, causal, workers, keys, stages, turns = case
-    variant = f"forward(workers={workers},keys={keys},stages={stages},turns={turns})"
+    variant = f"forward(workers={workers},keys={keys},stages={stages},turns={turns},early=1)"
     compare(drawn(B, T, H, kv, D, dtype), (segments, rates, causal), variant)
     assert len(launches.said) == len(rates.split(","))
     assert {said["WORKERS"] for said in launches.said} == {workers}

@@ -52,11 +52,11 @@ def forward(
         plan.launch(
             _attend, (min(items, programs),), views=views, **data, lse=lse, phases=phases, ITEMS=items,
             BLOCKS=pairs, H=H, T=T, SEGMENTS=T // w, LENGTH=length, RATE=rate, scale=scale * _LOG2E,
-            G=H // heads,
-            DTYPE=kernels.DTYPES[q.dtype], CAUSAL=causal, RAGGED=length % tiling.keys > 0, MERGE=branch > 0,
-            WIDTH=width_of(D), WORKERS=tiling.workers, BLOCK=tiling.keys, STAGES=tiling.stages,
-            TURNS=bool(tiling.turns), WORKER_REGISTERS=of_workers, COPIER_REGISTERS=of_copier,
-            num_warps=4, maxnreg=at_start,
+            G=H // heads, DTYPE=kernels.DTYPES[q.dtype], CAUSAL=causal, RAGGED=length % tiling.keys > 0,
+            MERGE=branch > 0, EARLY=bool(tiling.early), WIDTH=width_of(D), WORKERS=tiling.workers,
+            BLOCK=tiling.keys, STAGES=tiling.stages, TURNS=bool(tiling.turns), WORKER_REGISTERS=of_workers,
+            COPIER_REGISTERS=of_copier, num_warps=4, maxnreg=at_start,
+            launch_pdl=bool(tiling.early and branch),
         )  # fmt: skip
 
 

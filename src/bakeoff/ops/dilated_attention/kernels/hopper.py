@@ -41,8 +41,9 @@ def _attend(
     ITEMS: gl.int32, BLOCKS: gl.int32, H: gl.int32, T: gl.int32, SEGMENTS: gl.int32, LENGTH: gl.int32,
     RATE: gl.int32, scale: gl.float32,
     G: gl.constexpr, DTYPE: gl.constexpr, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, MERGE: gl.constexpr,
-    WIDTH: gl.constexpr, WORKERS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, WORKER_REGISTERS: gl.constexpr, COPIER_REGISTERS: gl.constexpr,
+    EARLY: gl.constexpr, WIDTH: gl.constexpr, WORKERS: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr, WORKER_REGISTERS: gl.constexpr,
+    COPIER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """y and lse of one branch's rows; program p takes items p, p + programs, ...
 
@@ -50,8 +51,11 @@ def _attend(
     An item is a block of WORKERS * 64 rows of a segment and head. With CAUSAL it is two, the i-th and the
     i-th from behind, so that all items are equally long.
     RAGGED: whether LENGTH is no multiple of BLOCK. MERGE: mixed with what the branches before have left in
-    y and lse. TURNS: whether warpgroups take turns in issuing products.
+    y and lse. EARLY: whether the next branch's programs may take the places of this one's that have ended,
+    and begin. TURNS: whether warpgroups take turns in issuing products.
     """
+    if EARLY:
+        _grid_dependency("launch_dependents")
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_tiles = gl.allocate_shared_memory(DTYPE, [WORKERS, 64, WIDTH], tile)
     k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK, WIDTH], tile)
@@ -63,15 +67,15 @@ def _attend(
     v_full, v_free = _barriers(STAGES, 1), _barriers(STAGES, WORKERS)
     turns = _barriers(WORKERS, 1)
     tiles = (q_tiles, k_tiles, v_tiles, y_tiles)
-    numbers = (ITEMS, BLOCKS, H, T, SEGMENTS, LENGTH, RATE)
     bars = (q_full, q_free, k_full, k_free, v_full, v_free, y_full, y_free, turns)
     numbers = (ITEMS, BLOCKS, H, T, SEGMENTS, LENGTH, RATE)
+    fence_async_shared()  # the copy engine sees the barriers
     if WORKERS == 2:
         gl.warp_specialize(
             [
                 (_work, (y, lse, phases, tiles, bars, numbers, scale, G, CAUSAL, RAGGED, MERGE, TURNS, 0)),
                 (_work, (y, lse, phases, tiles, bars, numbers, scale, G, CAUSAL, RAGGED, MERGE, TURNS, 1)),
-                (_copy, ((q, k, v, y), tiles, bars, phases, numbers, G, CAUSAL, MERGE)),
+                (_copy, ((q, k, v, y), tiles, bars, phases, numbers, G, CAUSAL, MERGE, EARLY)),
             ],
             [4, 1],
             [WORKER_REGISTERS, COPIER_REGISTERS],
@@ -82,11 +86,19 @@ def _attend(
                 (_work, (y, lse, phases, tiles, bars, numbers, scale, G, CAUSAL, RAGGED, MERGE, TURNS, 0)),
                 (_work, (y, lse, phases, tiles, bars, numbers, scale, G, CAUSAL, RAGGED, MERGE, TURNS, 1)),
                 (_work, (y, lse, phases, tiles, bars, numbers, scale, G, CAUSAL, RAGGED, MERGE, TURNS, 2)),
-                (_copy, ((q, k, v, y), tiles, bars, phases, numbers, G, CAUSAL, MERGE)),
+                (_copy, ((q, k, v, y), tiles, bars, phases, numbers, G, CAUSAL, MERGE, EARLY)),
             ],
             [4, 4, 1],
             [WORKER_REGISTERS, WORKER_REGISTERS, COPIER_REGISTERS],
         )
+
+
+@gluon.jit
+def _grid_dependency(what: gl.constexpr):
+    # launch_dependents: what is launched next may begin. wait: until what was launched before has ended.
+    gl.inline_asm_elementwise(
+        "griddepcontrol." + what + "; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -130,7 +142,10 @@ def _visit(
 
 
 @gluon.jit
-def _copy(views, tiles, bars, phases, numbers, G: gl.constexpr, CAUSAL: gl.constexpr, MERGE: gl.constexpr):
+def _copy(
+    views, tiles, bars, phases, numbers,
+    G: gl.constexpr, CAUSAL: gl.constexpr, MERGE: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
     # One warp: every tile that the others need, in the order in which they need them.
     q, k, v, y = views
     q_tiles, k_tiles, v_tiles, y_tiles = tiles
@@ -152,6 +167,8 @@ def _copy(views, tiles, bars, phases, numbers, G: gl.constexpr, CAUSAL: gl.const
         _next(v, [segment, (count - 1) * BLOCK, phase, kv, 0], step, v_tiles, v_full, v_free)
         step += 1
         if MERGE:
+            if EARLY:
+                _grid_dependency("wait")
             for g in gl.static_range(WORKERS):
                 mbarrier.wait(y_free.index(g), n & 1)
                 _fetch(y, [segment, first + 64 * g, phase, h, 0], y_full.index(g), y_tiles.index(g))
@@ -251,6 +268,7 @@ def _work(
         lse_at = lse + (segment // SEGMENTS * H + h) * T.to(gl.int64) + token
         found = (top + gl.log2(total)) / _LOG2E
         if MERGE:
+            mbarrier.wait(y_full.index(g), n & 1)  # the branch before has ended
             before = gl.load(lse_at, mask=rows < LENGTH, other=0.0)
             high = gl.maximum(before, found)
             kept = gl.exp2((before - high) * _LOG2E)
@@ -266,7 +284,6 @@ def _work(
         mbarrier.arrive(v_free.index(at), count=1)
         sums = sums * gl.convert_layout(share, gl.SliceLayout(1, sums_in))[:, None]
         if MERGE:
-            mbarrier.wait(y_full.index(g), n & 1)
             was = old.load(sums_in).to(gl.float32)
             sums += was * gl.convert_layout(kept, gl.SliceLayout(1, sums_in))[:, None]
         old.store(sums.to(dtype))

@@ -16,6 +16,8 @@ class HopperTiling(NamedTuple):
     """Steps whose keys and values are on the chip at a time."""
     turns: int
     """1: the warpgroups take turns in issuing products, so that some compute softmaxes meanwhile."""
+    early: int
+    """1: a branch's programs begin while the last ones of the branch before still run."""
 
 
 def registers(workers: int) -> tuple[int, int, int]:
@@ -31,7 +33,7 @@ def width_of(D: int) -> int:
 def hopper_tilings(case: Any) -> list[HopperTiling]:
     """What the forward may be launched with: the default, then others."""
     if width_of(case.q.shape[-1]) == 64:
-        found = [(3, 128, 2, 1), (3, 128, 2, 0), (2, 128, 3, 1), (2, 128, 3, 0), (3, 64, 4, 1)]
+        found = [(2, 128, 3, 1, 1), (3, 128, 2, 1, 1), (2, 128, 3, 0, 1), (2, 128, 3, 1, 0), (3, 64, 4, 1, 1)]
     else:
-        found = [(2, 128, 2, 1), (2, 128, 2, 0), (3, 64, 4, 1), (3, 64, 4, 0), (2, 64, 4, 1)]
+        found = [(2, 128, 2, 1, 1), (3, 64, 4, 1, 1), (2, 128, 2, 0, 1), (2, 128, 2, 1, 0), (2, 64, 4, 1, 1)]
     return [HopperTiling(*numbers) for numbers in found]
