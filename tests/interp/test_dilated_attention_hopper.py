@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from bakeoff.ops.dilated_attention import hopper
+from bakeoff import hardware
+from bakeoff.ops.dilated_attention import OP, hopper
+from bakeoff.ops.dilated_attention.op import hopper_supports
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 from tests.interp.gluon_emulated import Deadlock, EmulatedKernel
 
@@ -125,3 +127,24 @@ def test_the_emulation_notices(
     launches.kernel = EmulatedKernel(hopper.kernels, "_attend", changes)
     with pytest.raises(error):
         compare(drawn(1, 1024, 1, 1, 16, torch.float16), ("1024", "1", False))
+
+
+TAKEN = {
+    "1x8192x16x64", "1x8192x16x64 causal", "1x131072x16x128", "1x131072x16x128 causal",
+    "4x2048x8x64 causal", "grouped queries", "lse", "detached", "blocks of heads",
+}  # fmt: skip
+
+
+def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16-bit heads up to 128 wide in whole segments, on Hopper alone; every refusal says why."""
+    assert all(hopper_supports(case) for case in OP.cases())
+    monkeypatch.setattr(hardware, "index", lambda _: 0)
+    monkeypatch.setattr(hardware, "capability", lambda _: (9, 0))
+    reasons = {case.name: hopper_supports(case) for case in OP.cases()}
+    assert {name for name, reason in reasons.items() if reason is None} == TAKEN
+    assert "documents" in str(reasons["documents"])
+    assert "float32" in str(reasons["fp32"])
+    assert "segments" in str(reasons["odd"])
+    assert "rate 1" in str(reasons["rows unselected"])
+    monkeypatch.setattr(hardware, "capability", lambda _: (10, 0))
+    assert all(hopper_supports(case) for case in OP.cases())
