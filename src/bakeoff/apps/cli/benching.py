@@ -29,7 +29,7 @@ from bakeoff.apps.bench.suites import Cell, cells, chosen
 from bakeoff.apps.cli.terminal import console, declared, print_plain, working
 from bakeoff.apps.render import explained, selection_table, variants_table
 from bakeoff.apps.tabular import named_values, terminal_table
-from bakeoff.device import named_device
+from bakeoff.device import current_device
 from bakeoff.parallel import launched, local_rank
 from bakeoff.select import Op, Verdict, find_op
 from bakeoff.select.declare.key import REGIMES
@@ -68,7 +68,7 @@ def run(
     steps: int | None,
 ) -> None:
     """Run a suite and print where its results are."""
-    device = str(named_device(device))
+    device = str(current_device(device))
     if suite != "ops" and (thorough or variants):
         raise ResultsError("--thorough and --variants belong to --suite ops: leave them out")
     if data is not None and suite != "text":
