@@ -53,7 +53,8 @@ def _turn_back(
         )  # fmt: skip
     else:
         h = _heads(block - Q_BLOCKS - K_BLOCKS, BLOCK_T, BLOCK_H)
-        _copy_rows(gv, dqkv, b * gv_b + t * gv_t + h * gv_h, out, live, D, VECTOR, WIDTH)
+        start = tl.multiple_of(b * gv_b + t * gv_t + h * gv_h, VECTOR)
+        _copy_rows(gv, dqkv, start, out, live, D, WIDTH)
 
 
 @triton.jit
@@ -62,24 +63,22 @@ def _turn_rows(
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, IDS: tl.constexpr, VECTOR: tl.constexpr,
     TABLE_VECTOR: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    start = b * dy_b + t * dy_t + h * dy_h
+    start = tl.multiple_of(b * dy_b + t * dy_t + h * dy_h, VECTOR)
     if dy is None:
-        _copy_rows(dy, dx, start, out, live, D, VECTOR, WIDTH)
+        _copy_rows(dy, dx, start, out, live, D, WIDTH)
     else:
-        start = tl.multiple_of(start, VECTOR)
         c, s = _angles(cos, sin, position_ids, b, t, live, T, S, row, HALF, IDS, TABLE_VECTOR, BLOCK)
         turn(dy, dx, start, out, live, c, -s, tl.arange(0, BLOCK), D, HALF, INTERLEAVED, BLOCK, REST)
 
 
 @triton.jit
-def _copy_rows(x, y, start, out, live, D: tl.constexpr, VECTOR: tl.constexpr, WIDTH: tl.constexpr):
+def _copy_rows(x, y, start, out, live, D: tl.constexpr, WIDTH: tl.constexpr):
     # Rows of x at `start` to rows of y at `out`, or zeros.
     d = tl.arange(0, WIDTH)
     mask = live[:, None] & (d < D)[None, :]
     if x is None:
         rows = tl.zeros([out.shape[0], WIDTH], y.dtype.element_ty)
     else:
-        start = tl.multiple_of(start, VECTOR)
         rows = tl.load(x + start[:, None] + d[None, :], mask=mask, other=0.0)
     tl.store(y + out[:, None] + d[None, :], rows, mask=mask)
 
@@ -144,5 +143,5 @@ def _copy_heads(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         b, t, live = _tokens(tile // HEAD_BLOCKS, T, BLOCK_T, BLOCK_H)
         h = _heads(tile % HEAD_BLOCKS, BLOCK_T, BLOCK_H)
-        start, out = b * x_b + t * x_t + h * x_h, ((b * T + t) * OUT + h) * D
-        _copy_rows(x, y, start, out, live, D, VECTOR, WIDTH)
+        start = tl.multiple_of(b * x_b + t * x_t + h * x_h, VECTOR)
+        _copy_rows(x, y, start, ((b * T + t) * OUT + h) * D, live, D, WIDTH)
