@@ -37,7 +37,7 @@ def step(qkv, weights, cos, sin, dys, **how):
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("head_major", [False, True])
 def test_it_equals_rotary_of_two_parts(dtype, normed, head_major):
-    """Results to the bit, the joint gradient to rounding; gradients arrive in attention's layout or densely."""
+    """Results to the bit, the joint gradient to rounding, whatever layout gradients have."""
     for B, T, H, HK, D, R in ((2, 37, 5, 3, 20, 20), (1, 1, 12, 4, 96, 40), (3, 1290, 8, 1, 256, 256)):
         qkv, weights = made(B, T, H, HK, D, dtype, normed)
         cos, sin = rotary_tables(T + 5, R, device="cuda")
