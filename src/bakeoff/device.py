@@ -1,10 +1,12 @@
 """Devices by the names that users give them."""
 
+import contextlib
+
 import torch
 
 from bakeoff.errors import DeviceError
 
-__all__ = ["named_device", "synchronize"]
+__all__ = ["current_device", "named_device", "on", "synchronize"]
 
 _NAMES = "auto, cpu, cuda or cuda:N"
 
@@ -39,6 +41,20 @@ def named_device(name: str) -> torch.device:
         here = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
         raise DeviceError(f"there is no {name}: this machine has {here}")
     return torch.device("cuda", index)
+
+
+def current_device(name: str) -> torch.device:
+    """`named_device`, from then on this process's current one if it is a GPU."""
+    device = named_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def on(device: str | torch.device) -> contextlib.AbstractContextManager[object]:
+    """Inside, a GPU is the current one, for code that doesn't look where its tensors are."""
+    device = torch.device(device)
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def synchronize(device: str | torch.device) -> None:

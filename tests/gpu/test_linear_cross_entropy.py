@@ -191,6 +191,8 @@ def test_logits_in_registers_are_as_exact_as_logits_in_memory(V: int, block: int
         )
         for mine, other, want in zip(joined, apart, exact, strict=True):
             error, allowed = (((t.double() - want).norm() / want.norm()).item() for t in (mine, other))
+            if want.numel() < 100:  # so few that their rounding at the end is chance
+                allowed = max(allowed, torch.finfo(mine.dtype).eps / 2)
             assert error <= 1.1 * allowed + 1e-6
 
 

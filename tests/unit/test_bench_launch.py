@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ def test_cases_of_a_length() -> None:
     assert case.name == "T=512"
     case = launch.at_length(find_op("dilated_attention"), 256, "cpu")  # whose v is declared to be as k
     assert case is not None
+    assert {meta.shape[:2] for meta in case.tensors.values()} == {(1, 256)}
+    case = launch.at_length(find_op("attention"), 256, "cpu")  # as many keys as queries
+    assert case is not None
+    assert case.needs_grad
     assert {meta.shape[:2] for meta in case.tensors.values()} == {(1, 256)}
     assert launch.at_length(find_op("rms_norm"), 512, "cpu") is None  # has rows, but no positions
     assert launch.at_length(find_op("adamw_"), 512, "cpu") is None
@@ -60,6 +65,31 @@ def test_every_candidate_has_a_row_and_resume_measures_nothing_again(
     assert len(heard) == 2
 
 
+def test_every_candidate_is_called_side_by_side_before_any_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In threads here; and one that is broken stops none."""
+    op, stages = find_op("rotary"), []
+    called: list[bool] = []
+
+    def broken(*_: object) -> torch.Tensor:
+        called.append(not any("T=4" in stage for stage in stages))
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setitem(op.by_name["compiled"].__dict__, "implementation", broken)
+    monkeypatch.setattr(launch, "ProcessPoolExecutor", lambda jobs, _: ThreadPoolExecutor(jobs))
+    launch.run_launch(
+        [op], "cpu", tmp_path / "launch.json", lengths=(4,), budget_s=0.001, jobs=2, announce=stages.append
+    )
+    assert stages == [
+        "rotary: compiled 1 of 2",
+        "rotary: compiled 2 of 2",
+        "rotary T=4, forward",
+        "rotary T=4, both",
+    ]
+    assert called == [True, True, False, False]
+
+
 def test_ops_without_positions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="ops with positions"):
         launch.run_launch([find_op("swiglu")], "cpu", tmp_path / "launch.json")
@@ -67,10 +97,10 @@ def test_ops_without_positions_are_refused(tmp_path: Path) -> None:
 
 def test_other_options_are_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(
-        main, ["bench", "--suite", "launch", "rotary", "--jobs", "2", "--device", "cpu"]
+        main, ["bench", "--suite", "launch", "rotary", "--filter", "bf16", "--device", "cpu"]
     )
     assert done.exit_code != 0
-    assert "leave --filter, --regimes and --jobs out" in done.output
+    assert "leave --filter and --regimes out" in done.output
 
 
 def test_a_candidate_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

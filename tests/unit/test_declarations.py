@@ -147,11 +147,16 @@ def test_a_verdict_depends_on_all_that_its_kernels_run_through(
             assert after[op.incumbent.name] == before[op.incumbent.name], (name, edited)
 
 
+MADE_OF = {"qkv_rotary": "rotary"}
+"""Ops that plain PyTorch computes by another's formula."""
+
+
 def test_plain_pytorch_s_source_is_its_formula_and_the_definition(op: Op) -> None:
     incumbent = op.incumbent
     found = set(files(roots(incumbent.call, incumbent.load) or ()))
     assert f"bakeoff.ops.{op.name}.plain" in found
-    own = {f"bakeoff.ops.{op.name}.{module}" for module in ("plain", "reference")}
+    ops = {op.name, MADE_OF.get(op.name, op.name)}
+    own = {f"bakeoff.ops.{name}.{module}" for name in ops for module in ("plain", "reference")}
     assert {name for name in found if not name.startswith("bakeoff.attention_backends")} <= own
 
 

@@ -1,12 +1,14 @@
 """A written-out launch: what goes past the Python of Triton's launchers, and what can't."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
-from bakeoff.kernels.triton import Compiled
+from bakeoff.kernels.triton import Compiled, TritonKernel
 
 
 class Launcher:
@@ -61,3 +63,34 @@ def test_a_function_is_called_as_it_is() -> None:
     line, scope = Compiled(lambda *args: calls.append(args), 1, 2, ()).replay("1, 1, 1", "", "launch3_")
     exec(line, scope | {"stream": 9})
     assert calls == [(1, 1, 1, 9, 1, 2, None, None, None)]
+
+
+def test_a_launch_on_triton_s_own_path_is_the_tensors_device_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pointers are misaligned, as where another device is the current one."""
+    devices: list[int] = []
+    ran_on: list[int] = []
+
+    class Entered:
+        def __init__(self, device: int) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            devices.append(self.device)
+
+        def __exit__(self, *_: object) -> None:
+            devices.pop()
+
+    def kernel(x: Any) -> None: ...
+
+    @dataclass
+    class Function:
+        fn: Callable[..., None]
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda **_: ran_on.extend(devices)
+
+    launch = TritonKernel(Function(kernel))
+    monkeypatch.setattr(launch, "_told", lambda named: (None, 1, []))
+    monkeypatch.setattr(torch.cuda, "device", Entered)
+    assert launch((1,), x=torch.zeros(1)) is None
+    assert ran_on == [1]

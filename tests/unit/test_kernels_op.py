@@ -222,6 +222,97 @@ def test_a_gradient_that_is_another_s(dtype: torch.dtype, wants: tuple[bool, boo
         assert (got[0].data_ptr() == got[1].data_ptr()) == (dtype == torch.float32)
 
 
+def gives_a_view() -> KernelOp:
+    """Of x [N, M]: y = w x^2 of the first n columns, r = |x| kept for the backward, and the others as they
+    are."""
+
+    def made(x: Tensor, w: Tensor | None, n: int) -> Tensor:
+        return x.new_empty(x.shape[0], n)
+
+    def square(
+        plan: Plan, x: Tensor, w: Tensor | None, n: int, y: Tensor, sizes: Tensor | None
+    ) -> None:  # fmt: skip
+        first = plan.narrow(x, 1, 0, n)
+        plan.run(scaled_square, first, w, 1.0, y)
+        if sizes is not None:
+            plan.run(torch.abs, first, out=sizes)
+
+    def back(
+        plan: Plan, dy: Tensor | None, drest: Tensor | None, x: Tensor, w: Tensor | None, sizes: Tensor,
+        n: int, dx: Tensor | None, dw: Tensor | None,
+    ) -> None:  # fmt: skip
+        plan.run(fill, dy, drest, x, w, sizes, n, dx, dw)
+
+    def fill(dy: Any, drest: Any, x: Any, w: Any, sizes: Any, n: int, dx: Any, dw: Any) -> None:
+        if dx is not None:
+            scale = 1 if w is None else w
+            dx[:, :n] = 0 if dy is None else 2 * x[:, :n].sign() * sizes * scale * dy
+            dx[:, n:] = 0 if drest is None else drest
+        if dw is not None:
+            dw.copy_((sizes.square() * dy).sum(0))
+
+    return kernel_op(
+        "test_view",
+        results=made,
+        forward=square,
+        backward=back,
+        keeps=lambda x, w, n: (x.new_empty(x.shape[0], n),),
+        kept=("sizes",),
+        depends={"y": ("x", "w"), "rest": ("x",)},
+        views={"rest": lambda x, n: x.narrow(1, n, x.shape[1] - n)},
+        materialize=False,
+    )
+
+
+viewing = gives_a_view()
+
+
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("wants", [(True, True), (True, False), (False, True), (False, False)])
+def test_a_result_that_is_a_view(wants: tuple[bool, bool], backend: str | None) -> None:
+    """In the argument's memory, and what arrives for it reaches the same backward; also of it alone."""
+    call = torch.compile(viewing, fullgraph=True, backend=backend) if backend else viewing
+    x, w = torch.randn(3, 5, requires_grad=wants[0]), torch.randn(2, requires_grad=wants[1])
+    asked = [t for t in (x, w) if t.requires_grad]
+    for _ in range(3):  # planned, recorded, replayed
+        y, rest = call(x, w, 2)
+        torch.testing.assert_close((y, rest), (w * x[:, :2].square(), x[:, 2:]))
+        assert rest.data_ptr() == x[:, 2:].data_ptr()
+        assert (y.requires_grad, rest.requires_grad) == (any(wants), wants[0])
+        for loss in ((0, 1), (0,), (1,)):
+            mine, plain = call(x, w, 2), (w * x[:, :2].square(), x[:, 2:])
+            sums = [sum(ys[i].pow(3).sum() for i in loss) for ys in (mine, plain)]
+            if not all(isinstance(s, Tensor) and s.requires_grad for s in sums):
+                continue
+            got, want = (torch.autograd.grad(s, asked, materialize_grads=True) for s in sums)
+            torch.testing.assert_close(got, want)
+    with torch.no_grad():
+        assert call(x, None, 2)[1].data_ptr() == x[:, 2:].data_ptr()
+
+
+def test_the_registered_op_of_one_with_a_view_returns_none() -> None:
+    x, w = torch.randn(3, 5, requires_grad=True), torch.randn(2, requires_grad=True)
+    torch.library.opcheck(viewing.traced.forward, (x, w, 2, True, ""))
+    torch.library.opcheck(viewing.traced.forward, (x.detach(), None, 2, False, ""))
+    (dx,) = torch.autograd.grad(viewing.traced.forward(x, w, 2, True, "")[0].sum(), x)
+    torch.testing.assert_close(dx, torch.cat((2 * w * x[:, :2], torch.zeros(3, 3)), 1))
+
+
+def test_a_second_derivative_through_a_view_is_refused_clearly() -> None:
+    x, dy = torch.randn(3, 5, requires_grad=True), torch.ones(3, 3, requires_grad=True)
+    for call in (viewing, lambda *args: viewing.traced(args, "", True)):
+        (dx,) = torch.autograd.grad(call(x, None, 2)[1], x, dy, create_graph=True)
+        with pytest.raises(RuntimeError, match="can't be differentiated twice"):
+            torch.autograd.grad(dx.sum(), dy)
+
+
+def test_zeros_for_a_view_are_refused() -> None:
+    with pytest.raises(TypeError, match="materialize=False"):
+        kernel_op(
+            "test_zeros", results=results, forward=forward, names=("y", "s"), views={"v": lambda x: x}
+        )  # fmt: skip
+
+
 def test_an_op_whose_derivative_is_made_of_ops() -> None:
     def made(x: Tensor, factor: float) -> Tensor:
         return torch.empty_like(x)

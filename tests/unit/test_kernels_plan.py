@@ -117,6 +117,32 @@ def test_a_misaligned_call_is_planned_each_time_and_disturbs_no_other() -> None:
     assert planner.asked == 3
 
 
+def test_a_part_of_a_tensor_is_replayed_and_its_address_checked() -> None:
+    kernel, asked = Adder(), []
+
+    def plan_sum(plan: Plan, a: Tensor, y: Tensor) -> None:
+        asked.append(a)
+        plan.launch(
+            kernel, (1,), a=plan.narrow(a, 0, 4, 4), b=plan.narrow(a, 0, 8, 4), out=y, count=4, number=0.0
+        )
+
+    planned = Planned(plan_sum, {"a": "Tensor", "y": "new"})
+    for shift in (0, 0, 0, 0, 1, 0):
+        a, y = torch.randn(13)[shift : shift + 12], torch.empty(4)
+        planned.run(a, y)
+        torch.testing.assert_close(y, a[4:8] + a[8:])
+    assert len(asked) == 3  # twice, and where the address is not aligned
+
+    def late(plan: Plan, a: Tensor, y: Tensor) -> None:
+        plan.launch(kernel, (1,), a=a, b=None, out=y, count=4, number=0.0)
+        plan.narrow(a, 0, 4, 4)
+
+    planned, a = Planned(late, {"a": "Tensor", "y": "new"}), torch.randn(12)
+    planned.run(a, torch.empty(4))
+    with pytest.raises(RuntimeError, match="must narrow before it launches"):
+        planned.run(a, torch.empty(4))
+
+
 def test_what_can_not_be_recorded_is_planned_each_time() -> None:
     planner = Planner()
     planner.kernel.recordable = False

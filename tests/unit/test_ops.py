@@ -37,6 +37,7 @@ ARGS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "memory_update": lambda T: (randn(2, T, 4), randn(2, T, 4), _memory(), _memory(), *torch.rand(3, 2)),
     "norm_linear": lambda T: (randn(2, T, 8), randn(5, 8)),
     "pole_scan": lambda T: (randn(2, T, 8), -torch.rand(8, 3), randn(8, 3), randn(8, 3) + 0j),
+    "qkv_rotary": lambda T: (randn(2, T, 6, 8), *rotary_tables(T, 8)),
     "rms_norm": lambda T: (randn(2, T, 8), randn(8)),
     "rotary": lambda T: (randn(2, T, 2, 8), randn(2, T, 2, 8), *rotary_tables(T, 8)),
     "short_conv": lambda T: (randn(2, T, 8), randn(8, 4)),

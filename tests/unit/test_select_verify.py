@@ -125,6 +125,15 @@ def test_an_output_may_share_an_inputs_memory_only_where_plain_pytorch_does() ->
     assert trial(held(zoo.DENSE, case), "alias").rejected is None
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_output_that_is_a_view_like_plain_pytorch_s_passes_under_no_grad_and_inference_mode(
+    grad: bool,
+) -> None:
+    case = Case({"x": TensorMeta.dense((16, 8), torch.float32, grad=grad)}, "cpu")
+    assert trial(held(zoo.HALVES, case), "views").rejected is None
+    assert trial(held(zoo.HALVES, case), "copies").rejected is None
+
+
 def test_writing_into_the_gaps_of_a_strided_input_is_seen() -> None:
     def into_gap(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
         if x.stride(0) > x.shape[1]:

@@ -612,6 +612,12 @@ GATHER = _one(
 COPY = _one(
     "zoo_copy", _copy, Candidate("alias", lambda x: x.view_as(x)), Candidate("right", lambda x: x + 0)
 )
+HALVES = _one(
+    "zoo_halves",
+    lambda x: (2 * x, x.narrow(-1, 0, 4)),
+    Candidate("views", lambda x: (x + x, x[..., :4])),
+    Candidate("copies", lambda x: (x + x, x[..., :4] + 0)),
+)
 DENSE = _one(
     "zoo_dense", _dense, Candidate("alias", lambda x: x.view_as(x)), Candidate("right", lambda x: x + 0)
 )

@@ -42,6 +42,7 @@ class Declaration:
     reuses: Mapping[str, str]
     depends: Mapping[str, Sequence[str]]
     materialize: bool
+    views: Mapping[str, Callable[..., Tensor]]
     tilings: Mapping[str, Tilings]
 
     kinds: dict[str, str] = field(init=False)
@@ -52,6 +53,8 @@ class Declaration:
     """The arguments, results and kept tensors that the backward asks for."""
     scalars: tuple[str, ...] = field(init=False)
     """The arguments that are no tensors."""
+    returned: tuple[str, ...] = field(init=False)
+    """The results that kernels fill, then those that are views."""
     asked: dict[str, int] = field(init=False)
     """What `derivative` takes, and the place of each in what it may ask for."""
 
@@ -67,11 +70,14 @@ class Declaration:
         self._set("differentiable", tuple(differentiable))
         self._set("saved", tuple(name for name in (*tensors, *self.names, *self.kept) if name in asked))
         self._set("scalars", tuple(name for name in kinds if name not in tensors))
-        given = [*[f"d{name}" for name in self.names], *self.saved, *self.scalars, "wanted", "op"]
+        self._set("returned", (*self.names, *self.views))
+        given = [*[f"d{name}" for name in self.returned], *self.saved, *self.scalars, "wanted", "op"]
         self._set("asked", {name: given.index(name) for name in parameters(self.derivative)})
         unknown = {*self.kept_for, *self.like, *self.like.values()} - {*differentiable}
         if unknown:
             raise TypeError(f"{self.name}: kept_for and like name {sorted(unknown)}, which have no gradients")
+        if self.views and self.materialize:
+            raise TypeError(f"{self.name}: no zeros can arrive for views; declare it with materialize=False")
         unsaved = {*self.reuses, *self.reuses.values()} - {*self.saved}
         if unsaved:
             raise TypeError(
@@ -88,9 +94,14 @@ class Declaration:
     @property
     def backward_values(self) -> tuple[str, ...]:
         """What a backward is called with, in order."""
-        arriving = [f"d{name}" for name in self.names]
+        arriving = [f"d{name}" for name in self.returned]
         filled = [f"d{name}" for name in self.differentiable]
         return (*arriving, *self.saved, *self.scalars, *filled)
+
+    def view(self, name: str, given: Sequence[Any]) -> Tensor:
+        """The view that is the result `name`, of the op's arguments."""
+        view = self.views[name]
+        return view(*[given[self.arguments.index(argument)] for argument in parameters(view)])
 
     def gradient_like(self, name: str) -> Callable[[Any], Tensor]:
         """What allocates the gradient of an argument, given a tensor of its shape and dtype."""
@@ -103,15 +114,19 @@ class Declaration:
 
 def constants(declared: Declaration, made: Sequence[Tensor], needed: Mapping[str, bool]) -> list[Tensor]:
     """The results that depend on no argument that needs a gradient."""
-    results = dict(zip(declared.names, made, strict=False))
-    return [results[name] for name, on in declared.depends.items() if not any(needed[a] for a in on)]
+    results = dict(zip(declared.returned, made, strict=False))
+    return [
+        results[name]
+        for name, on in declared.depends.items()
+        if name in results and not any(needed[a] for a in on)
+    ]
 
 
 def reached(declared: Declaration, arriving: Sequence[Any], wanted: Sequence[bool]) -> list[bool]:
     """Which of the gradients that are wanted depend on what arrives."""
     if all(dy is not None for dy in arriving):
         return list(wanted)
-    used = [name for name, dy in zip(declared.names, arriving, strict=True) if dy is not None]
+    used = [name for name, dy in zip(declared.returned, arriving, strict=True) if dy is not None]
     if any(name not in declared.depends for name in used):
         return list(wanted)
     on = {argument for name in used for argument in declared.depends[name]}

@@ -52,6 +52,7 @@ def kernel_op(
     reuses: Mapping[str, str] | None = None,
     depends: Mapping[str, Sequence[str]] | None = None,
     materialize: bool = True,
+    views: Mapping[str, Callable[..., Tensor]] | None = None,
     tilings: Mapping[str, Tilings] | None = None,
 ) -> "KernelOp":
     """An op of kernels.
@@ -83,6 +84,9 @@ def kernel_op(
             a constant. Without `materialize`, an argument has no gradient where nothing arrives for any
             result that depends on it.
         materialize: whether zeros arrive for a result that has no gradient, or None.
+        views: results that are views of arguments and stand behind the others, each made by a function of the
+            op's arguments. Kernels fill nothing of them, and an op of torch.library returns none, but what
+            arrives for one reaches the same backward. Not with `materialize`.
         tilings: for "forward" and "backward", what they may be launched with. The planner gets one as
         `tiling`,
             or None, which stands for its default.
@@ -91,7 +95,7 @@ def kernel_op(
         Declaration(
             name, results, forward, backward, derivative, tuple(names), keeps, tuple(kept),
             tuple(kept_for), gradients or {}, like or {}, shares or {}, reuses or {}, depends or {},
-            materialize, tilings or {},
+            materialize, views or {}, tilings or {},
         )
     )  # fmt: skip
 
@@ -189,7 +193,7 @@ def _fills(declared: Declaration, variant: Mapping[str, Tiling]) -> Fills:
     fill = planned("forward", declared.forward, {**values, **made})
     if declared.backward is None:
         return Fills(fill, None)
-    arriving = {f"d{name}": "Tensor" if declared.materialize else "Tensor?" for name in declared.names}
+    arriving = {f"d{name}": "Tensor" if declared.materialize else "Tensor?" for name in declared.returned}
     kept = "Tensor?" if declared.kept_for else "Tensor"
     saved = {name: values.get(name, kept) for name in declared.saved}
     # Gradients of arguments that aren't saved are all that a backward sees of them.

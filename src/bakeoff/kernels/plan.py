@@ -85,6 +85,12 @@ class Plan:
         stride = row_stride(t)
         return (t, stride) if stride is not None else (self.contiguous(t), t.shape[-1])
 
+    def narrow(self, t: Tensor, dim: int, start: int, length: int) -> Tensor:
+        """Places `start` to `start + length` of a dimension of `t`, in its memory."""
+        if self.recording and self._after:
+            raise RuntimeError("a plan must narrow before it launches: the address is checked")
+        return self._new(Tensor.narrow, t, dim, start, length)
+
     def reals(self, z: Tensor) -> Tensor:
         """A complex tensor as reals [..., 2], in its own memory if that is contiguous."""
         if z.is_conj():  # a mark on the tensor that no kind of call is told by

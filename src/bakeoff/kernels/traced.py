@@ -15,7 +15,8 @@ __all__ = ["Traced"]
 class Traced:
     """Registers ``bakeoff::NAME_forward`` and ``bakeoff::NAME_backward``, and calls them.
 
-    Tensors that are absent are of no elements, as an op of torch.library returns each of its results.
+    Tensors that are absent are of no elements, as an op of torch.library returns each of its results. Views
+    of arguments, which it may not return, are taken beside it.
     """
 
     def __init__(self, declared: Declaration, bind: Callable[[str], Any], op: Any) -> None:
@@ -29,10 +30,11 @@ class Traced:
         )  # fmt: skip
         self.forward.register_fake(self._forward_fake)
         self.backward: Any = None
+        self._joined: Any = _joined(self) if declared.views else None
         if declared.differentiable:
             self.forward.register_autograd(self._gradients, setup_context=self._save)
         if declared.backward is not None:
-            takes = [f"Tensor? d{name}" for name in declared.names]
+            takes = [f"Tensor? d{name}" for name in declared.returned]
             takes += [f"Tensor? {name}" for name in declared.saved]
             takes += [f"{declared.kinds[name]} {name}" for name in declared.scalars]
             takes += [f"Tensor? like_{name}" for name in declared.differentiable]
@@ -46,6 +48,9 @@ class Traced:
 
     def __call__(self, args: Sequence[Any], variant: str, keep: bool) -> Any:
         """The results; `keep`: what the backward asks for is made, too."""
+        if self._joined is not None:
+            results, _ = self._without_kept(self._joined(*args, keep, variant))
+            return results
         made = self.forward(*args, keep, variant)
         count = len(self._declared.names)
         if count + len(self._declared.kept) == 1:
@@ -78,7 +83,7 @@ class Traced:
         *given, _, ctx.variant = inputs
         made = output if isinstance(output, tuple | list) else (output,)
         values = dict(zip(declared.arguments, given, strict=True))
-        values |= dict(zip((*declared.names, *declared.kept), made, strict=True))
+        values |= dict(zip((*declared.names, *declared.kept), made, strict=False))
         outlines = [
             None if name in declared.saved or declared.derivative else _outline(values[name])
             for name in declared.differentiable
@@ -86,8 +91,14 @@ class Traced:
         ctx.save_for_backward(*[values[name] for name in declared.saved], *outlines)
         ctx.scalars = [values[name] for name in declared.scalars]
         needed = dict(zip(declared.arguments, ctx.needs_input_grad, strict=False))
-        ctx.mark_non_differentiable(*constants(declared, made, needed), *made[len(declared.names) :])
+        results, kept = self._without_kept(made)
+        ctx.mark_non_differentiable(*constants(declared, results, needed), *kept)
         ctx.set_materialize_grads(False)
+
+    def _without_kept(self, made: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Results, with views if there are any, and what is kept, which stands between them."""
+        count, kept = len(self._declared.names), len(self._declared.kept)
+        return (*made[:count], *made[count + kept :]), made[count : count + kept]
 
     def _refuse(self, ctx: Any, *_: Any) -> Any:
         del ctx
@@ -98,7 +109,9 @@ class Traced:
     def _gradients(self, ctx: Any, *arriving: Any) -> Any:
         declared = self._declared
         needed = dict(zip(declared.arguments, ctx.needs_input_grad, strict=False))
-        arriving = arriving[: len(declared.names)]
+        found, _ = self._without_kept(arriving)
+        # For views nothing arrives where the op of torch.library is called by itself.
+        arriving = (*found, *(None,) * (len(declared.returned) - len(found)))
         if all(dy is None for dy in arriving):
             return (None,) * (len(needed) + 2)
         count = len(declared.saved)
@@ -156,7 +169,7 @@ class Traced:
         """What arrives, saved tensors, scalars, what gradients are like, which are wanted, the variant."""
         declared = self._declared
         parts = []
-        for group in (declared.names, declared.saved, declared.scalars, declared.differentiable):
+        for group in (declared.returned, declared.saved, declared.scalars, declared.differentiable):
             parts.append(args[: len(group)])
             args = args[len(group) :]
         return (*parts, *args)
@@ -174,6 +187,31 @@ class Traced:
         )
         made = declared.results(*[values.get(name) for name in declared.arguments])
         return [empty.zero_() if dy is None else dy for dy, empty in zip(arriving, made, strict=True)]
+
+
+def _joined(op: Traced) -> Callable[..., Any]:
+    """The op with its views, which no op of torch.library may return: a node of autograd around both, which
+    torch.compile leaves whole."""
+
+    class Joined(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            made = op.forward(*inputs)
+            made = tuple(made) if isinstance(made, tuple | list) else (made,)
+            declared = op._declared
+            made = (*made, *[declared.view(name, inputs) for name in declared.views])
+            op._save(ctx, inputs, made)
+            return made
+
+        @staticmethod
+        def backward(ctx: Any, *arriving: Any) -> Any:
+            return op._gradients(ctx, *arriving)
+
+    def joined(*inputs: Any) -> Any:
+        return Joined.apply(*inputs)  # type: ignore[no-untyped-call]
+
+    whole: Callable[..., Any] = torch.compiler.allow_in_graph(joined)
+    return whole
 
 
 def _tensors(count: int) -> str:

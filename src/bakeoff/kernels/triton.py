@@ -119,7 +119,8 @@ class TritonKernel:
         counter.count()
         key, device, values = self._told(named)
         if key is None:
-            self.function[grid](**named)
+            with torch.cuda.device(device):
+                self.function[grid](**named)
             return None
         compiled = self._compiled.get(key)
         if compiled is None or device != torch.cuda.current_device():
@@ -146,7 +147,7 @@ class TritonKernel:
 
     def _told(self, named: Mapping[str, Any]) -> tuple[tuple[Any, ...] | None, int, list[Any]]:
         """What tells the compiled kernel of a launch, the device, and the values to pass; no key where a
-        launch takes Triton's own path."""
+        launch takes Triton's own path, and no device, -1, on the CPU, where the interpreter runs it."""
         pointers, device = 0, -1
         values: list[Any] = []
         types: list[Any] = []

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bakeoff.kernels.declaration import Declaration, derived, twice
+from bakeoff.kernels.declaration import Declaration, derived, parameters, twice
 
 __all__ = ["Eager", "Fills", "written"]
 
@@ -27,9 +27,9 @@ class Eager(NamedTuple):
     call: Callable[..., Any]
     """The results, differentiable where an argument asks for it."""
     compute: Callable[..., Any]
-    """The results; nothing is kept for a backward."""
+    """The results but for views; nothing is kept for a backward."""
     compute_and_keep: Callable[..., tuple[Tensor | None, ...]]
-    """The results, and behind them what is kept for the backward."""
+    """The results but for views, and behind them what is kept for the backward."""
     differentiate: Callable[..., list[Tensor | None]] | None
     """(what arrives, saved tensors, scalars, likes, wanted) -> the gradient of each differentiable argument
     that is wanted. `likes` are tensors of these arguments' shapes and dtypes. A gradient that is shared
@@ -46,6 +46,7 @@ def written(declared: Declaration, fills: Fills, op: Callable[..., Any]) -> Eage
         "once": _once, "derive": _derive, "declared": declared, "alike": _alike,
         "graph_stays": torch._C._autograd._get_current_graph_task_keep_graph,
         **{f"allocate_{name}": declared.gradient_like(name) for name in declared.differentiable},
+        **{f"view_{name}": view for name, view in declared.views.items()},
     }  # fmt: skip
     exec("\n".join(text), scope)  # noqa: S102  names of parameters
     methods = {name: staticmethod(scope[name]) for name in ("forward", "backward")}
@@ -64,6 +65,8 @@ def _forward(declared: Declaration) -> list[str]:
     filled = ", ".join([*declared.arguments, *declared.names, *declared.kept])
     nothing = f" {kept.replace(', ', ' = ')} = None" if kept else ""
     keeping = f" {kept}, = keep({given})" if kept else ""
+    returned = ", ".join(declared.returned)
+    views = [f" {name} = view_{name}({', '.join(parameters(view))})" for name, view in declared.views.items()]
     asks = [
         f"{name}.requires_grad" if declared.kinds[name] == "Tensor"
         else f"({name} is not None and {name}.requires_grad)"
@@ -94,7 +97,7 @@ def _forward(declared: Declaration) -> list[str]:
         f"def call({given}):",
         f" if grad_enabled() and ({' or '.join(asks) or 'False'}):",
         f"  return apply_transformed({given}) if transformed() else apply({given})",
-        nothing, f" {made} = make({given})", f" fill({filled})", f" return {made}",
+        nothing, f" {made} = make({given})", f" fill({filled})", *views, f" return {returned}",
         f"def compute({given}):",
         nothing, f" {made} = make({given})", f" fill({filled})", f" return {made}",
         f"def compute_and_keep({given}):",
@@ -105,14 +108,14 @@ def _forward(declared: Declaration) -> list[str]:
         f" ctx.save_for_backward({', '.join(declared.saved)})",
         f" ctx.rest = {_tuple([*declared.scalars, *unsaved])}",
         "" if declared.materialize else " ctx.set_materialize_grads(False)",
-        *constant, f" return {made}",
+        *views, *constant, f" return {returned}",
     ]  # fmt: skip
     return [line for line in lines if line.strip()]
 
 
 def _backward(declared: Declaration) -> list[str]:
     """`differentiate`, and `backward` of autograd's function."""
-    arriving = [f"d{name}" for name in declared.names]
+    arriving = [f"d{name}" for name in declared.returned]
     none = " and ".join(f"{name} is None" for name in arriving)
     lines = [
         f"def backward(ctx, {', '.join(arriving)}):",
@@ -178,8 +181,8 @@ def _reached(declared: Declaration) -> list[str]:
     on."""
     lines = []
     for name in declared.differentiable:
-        through = [r for r in declared.names if r not in declared.depends or name in declared.depends[r]]
-        if len(through) < len(declared.names):
+        through = [r for r in declared.returned if r not in declared.depends or name in declared.depends[r]]
+        if len(through) < len(declared.returned):
             arrives = " or ".join(f"d{result} is not None" for result in through) or "False"
             lines.append(f" want_{name} = want_{name} and ({arrives})")
     return lines

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from bakeoff.device import on
 from bakeoff.graphs import NotCapturable, capture_step
 from bakeoff.models.caching import DecodeCache
 from bakeoff.models.checks import check_ids, check_sampling, check_symbols
@@ -217,7 +218,7 @@ def _issued(step: Callable[[], None], draw: Draw, count: int, device: torch.devi
         draw.capture is None and (device.type != "cuda" or count < _WORTH_CAPTURING)
     ):
         return step
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with on(device):
         captured = capture_step(step, generators=[draw.generator] if draw.generator is not None else [])
     plain = False
 

@@ -16,6 +16,7 @@ from bakeoff.ops.memory_update import memory_update_ as memory_update_
 from bakeoff.ops.muon import muon_ as muon_
 from bakeoff.ops.norm_linear import norm_linear as norm_linear
 from bakeoff.ops.pole_scan import pole_scan as pole_scan
+from bakeoff.ops.qkv_rotary import qkv_rotary as qkv_rotary
 from bakeoff.ops.rms_norm import rms_norm as rms_norm
 from bakeoff.ops.rotary import rotary as rotary
 from bakeoff.ops.rotary_append import rotary_append_ as rotary_append_

@@ -4,8 +4,11 @@ Where the first is the larger one a caller waits for Python, and what a kernel s
 are captured in a CUDA graph. Candidates aren't verified here; suite "ops" does that.
 """
 
+import contextlib
+import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -16,7 +19,7 @@ from bakeoff.apps.bench.results import File, Row, keep, open_file
 from bakeoff.apps.bench.suites import Cell
 from bakeoff.device import synchronize
 from bakeoff.errors import ContestError
-from bakeoff.select import Case, Op, TensorMeta
+from bakeoff.select import Case, Op, TensorMeta, find_op
 from bakeoff.select.contests.contest import regimes_of, timers_for
 from bakeoff.select.contests.measure import Timing, input_sets, interleave, release, work
 from bakeoff.select.declare.arguments import Arguments, Tensor
@@ -44,7 +47,8 @@ Hear = Callable[[Cell, list[LaunchRow]], None]
 def at_length(op: Op, length: int, device: str) -> Case | None:
     """The first case of the op's grid that can have one row of `length` positions; None where there is none.
 
-    Positions are what the op's rules call T, rows what they call B.
+    Positions are what the op's rules call T, rows what they call B. Where a case has as many keys, S, as
+    positions, so has the one of `length`.
     """
     if not isinstance(op.check, Arguments):
         return None
@@ -52,7 +56,13 @@ def at_length(op: Op, length: int, device: str) -> Case | None:
     if not any("T" in own for own in words):
         return None
     for case in op.cases():
-        metas = {name: _resized(op.check, name, meta, length) for name, meta in case.tensors.items()}
+        held = {
+            word: size
+            for name, meta in case.tensors.items()
+            for word, size in zip(_words(op.check, name), meta.shape, strict=False)
+        }
+        sizes = {"T": length, "B": 1} | ({"S": length} if held.get("S") == held.get("T") else {})
+        metas = {name: _resized(_words(op.check, name), meta, sizes) for name, meta in case.tensors.items()}
         changed = Case(case.replace(**metas).args, device, f"T={length}")
         try:
             op.check(changed)
@@ -62,14 +72,17 @@ def at_length(op: Op, length: int, device: str) -> Case | None:
     return None
 
 
-def _resized(rules: Arguments, name: str, meta: TensorMeta, length: int) -> TensorMeta:
+def _words(rules: Arguments, name: str) -> list[str]:
+    """What an argument's dimensions are called."""
     rule = rules.rules.get(name)
     if isinstance(rule, Tensor) and rule.shape.startswith("as "):
         rule = rules.rules.get(rule.shape.removeprefix("as "))
-    words = rule.shape.split() if isinstance(rule, Tensor) else []
-    if "T" not in words or len(words) != len(meta.shape):
+    return rule.shape.split() if isinstance(rule, Tensor) else []
+
+
+def _resized(words: Sequence[str], meta: TensorMeta, sizes: Mapping[str, int]) -> TensorMeta:
+    if not {"T", "S"} & set(words) or len(words) != len(meta.shape):
         return meta
-    sizes = {"T": length, "B": 1}
     shape = tuple(sizes.get(word, size) for word, size in zip(words, meta.shape, strict=True))
     return TensorMeta.dense(shape, meta.dtype, grad=meta.requires_grad)
 
@@ -82,11 +95,13 @@ def run_launch(
     lengths: Sequence[int] = LENGTHS,
     budget_s: float = 1.0,
     resume: bool = False,
+    jobs: int = 1,
     hear: Hear = lambda cell, rows: None,
     announce: Callable[[str], None] = lambda stage: None,
 ) -> File:
     """Measure every candidate of those ops that have positions, at each of `lengths`, forward alone and with
-    its backward, and write each case to `out` at once.
+    its backward, and write each case to `out` at once. With more than one of `jobs`, an op's cells are first
+    called in so many processes, which leave what they compile on disk; nothing runs beside what is timed.
 
     Raises:
         ResultsError: the file can't be read or written, or belongs to another machine or other versions; or
@@ -99,15 +114,38 @@ def run_launch(
     env = results.environment(device)
     file = open_file(out, env)
     for op in ops:
-        for case, length in zip(cases[op.name], lengths, strict=True):
-            for cell in _directions(op, case):
-                if resume and _held(file, cell):
-                    continue
-                announce(f"{op.name} {cell.case.name}, {cell.direction}")
-                rows = measured(cell, length, budget_s)
-                file = results.changed(out, env, lambda held, rows=rows: keep(held, rows))  # type: ignore[misc]
-                hear(cell, rows)
+        pairs = zip(cases[op.name], lengths, strict=True)
+        wanted = [(cell, length) for case, length in pairs for cell in _directions(op, case)]
+        wanted = [(cell, length) for cell, length in wanted if not (resume and _held(file, cell))]
+        if jobs > 1 and wanted:
+            _compile([cell for cell, _ in wanted], jobs, announce)
+        for cell, length in wanted:
+            announce(f"{op.name} {cell.case.name}, {cell.direction}")
+            rows = measured(cell, length, budget_s)
+            file = results.changed(out, env, lambda held, rows=rows: keep(held, rows))  # type: ignore[misc]
+            hear(cell, rows)
     return file
+
+
+def _compile(cells: Sequence[Cell], jobs: int, announce: Callable[[str], None]) -> None:
+    """Call every candidate of `cells` once, in processes side by side."""
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        calls = [pool.submit(_call_all, cell.op.name, cell.case) for cell in cells]
+        for done, call in enumerate(as_completed(calls), 1):
+            with contextlib.suppress(BrokenExecutor):  # what killed it is met again, and told, by timing
+                call.result()
+            announce(f"{cells[0].op.name}: compiled {done} of {len(cells)}")
+
+
+def _call_all(name: str, case: Case) -> None:
+    op = find_op(name)
+    with contextlib.suppress(ContestError, torch.cuda.OutOfMemoryError):  # timing tells of them
+        sets = input_sets(op, case, 0)
+        for candidate in op.candidates:
+            if not candidate.reasons(case):
+                with contextlib.suppress(Exception):
+                    work(op, case, candidate.implementation, sets)[0]()
+    release(case)
 
 
 def _directions(op: Op, case: Case | None) -> list[Cell]:

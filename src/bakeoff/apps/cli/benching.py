@@ -29,7 +29,7 @@ from bakeoff.apps.bench.suites import Cell, cells, chosen
 from bakeoff.apps.cli.terminal import console, declared, print_plain, working
 from bakeoff.apps.render import explained, selection_table, variants_table
 from bakeoff.apps.tabular import named_values, terminal_table
-from bakeoff.device import named_device
+from bakeoff.device import current_device
 from bakeoff.parallel import launched, local_rank
 from bakeoff.select import Op, Verdict, find_op
 from bakeoff.select.declare.key import REGIMES
@@ -46,7 +46,7 @@ _OWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "swap": ("measures whole steps", ("OP", "--regimes", "--jobs")),
     "ranks": ("trains models", ("OP", "--regimes", "--jobs", "--resume")),
     "context": ("has its own lengths", ("OP", "--budget", "--regimes", "--jobs", "--resume")),
-    "launch": ("has its own lengths", ("--filter", "--regimes", "--jobs")),
+    "launch": ("has its own lengths", ("--filter", "--regimes")),
 }
 """What suites do that is not about the ops' cases, and what therefore says nothing to them."""
 
@@ -68,7 +68,7 @@ def run(
     steps: int | None,
 ) -> None:
     """Run a suite and print where its results are."""
-    device = str(named_device(device))
+    device = str(current_device(device))
     if suite != "ops" and (thorough or variants):
         raise ResultsError("--thorough and --variants belong to --suite ops: leave them out")
     if data is not None and suite != "text":
@@ -94,7 +94,7 @@ def run(
         return
     ops = [find_op(name) for name in names] or list(declared().values())
     if suite == "launch":
-        _run_launch(ops, device, out, 1.0 if budget is None else budget, resume)
+        _run_launch(ops, device, out, 1.0 if budget is None else budget, resume, jobs)
         return
     budget = 2.0 if budget is None else budget
     chosen_regimes = _regimes(regimes, device)
@@ -240,7 +240,9 @@ def _run_memories(
     print_plain(printer, f"results: {out}")
 
 
-def _run_launch(ops: Sequence[Op], device: str, out: Path | None, budget: float, resume: bool) -> None:
+def _run_launch(
+    ops: Sequence[Op], device: str, out: Path | None, budget: float, resume: bool, jobs: int
+) -> None:
     out = out or Path("results", results.slug(device), "launch.json")
     printer = console()
     printer.print(f"launching on {device}, to {out}", highlight=False)
@@ -258,7 +260,9 @@ def _run_launch(ops: Sequence[Op], device: str, out: Path | None, budget: float,
         printer.print(terminal_table(columns, lines))
 
     with working(printer, "measuring the device's limits") as status:
-        launch.run_launch(ops, device, out, budget_s=budget, resume=resume, hear=hear, announce=status.update)
+        launch.run_launch(
+            ops, device, out, budget_s=budget, resume=resume, jobs=jobs, hear=hear, announce=status.update
+        )
     print_plain(printer, f"results: {out}")
 
 

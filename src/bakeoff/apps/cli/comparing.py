@@ -12,7 +12,7 @@ from bakeoff.apps.cli.terminal import console, print_plain, working
 from bakeoff.apps.compare import CompareError, compare, pair, table
 from bakeoff.apps.compare.document import path_of
 from bakeoff.apps.train import RECIPES
-from bakeoff.device import named_device
+from bakeoff.device import current_device
 
 __all__ = ["at_size", "run"]
 
@@ -54,7 +54,7 @@ def run(
         raise click.UsageError("--minutes and --steps are two limits: give one of them")
     if resume and out is None:
         raise click.UsageError("--resume goes on with the comparison in --out: give that folder")
-    device = str(named_device(device))
+    device = str(current_device(device))
     cuda = device.startswith("cuda")
     if minutes is None and steps is None:
         minutes = GPU_MINUTES if cuda else CPU_MINUTES

@@ -20,7 +20,7 @@ from bakeoff.apps.compare import Document, compared, match, model_of, pair, para
 from bakeoff.apps.train import Config, ConfigError, Result, load_run, train
 from bakeoff.apps.train.checkpoint import steps
 from bakeoff.apps.train.data import DataError, open_parts
-from bakeoff.device import named_device
+from bakeoff.device import current_device
 from bakeoff.paths import expanded
 from bakeoff.select.choose import policy
 
@@ -42,7 +42,7 @@ _TRIES = 5  # samples, of which one that is a third letters will do: blanks are 
 def run(seconds: float | None, data: str | None, out: Path | None, quick: bool, device: str) -> None:
     """Doctor, tune, train both models, compare, sample; every part prints its result and where that is."""
     start = time.monotonic()
-    device = str(named_device(device))
+    device = str(current_device(device))
     out = out or Path("runs", f"demo-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         configs = demo_configs(device, seconds, data, out, quick)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bakeoff.apps.train import load_run
-from bakeoff.device import named_device
+from bakeoff.device import current_device
 from bakeoff.select.choose.policy import untuned
 
 __all__ = ["continuation", "stream"]
@@ -27,7 +27,7 @@ def stream(run: Path, prompt: str, max_new: int, device: str, **sampling: Any) -
     byte; broken UTF-8 becomes U+FFFD."""
     given = sys.stdin.buffer.read() if prompt == "-" else _bytes(prompt)
     model, _ = load_run(run)
-    model.to(named_device(device))
+    model.to(current_device(device))
     click.echo(given.decode("utf-8", "replace"), nl=False)
     with untuned():
         for text in continuation(model, given, max_new, **sampling):

@@ -12,7 +12,7 @@ from bakeoff.apps.compare import CompareError
 from bakeoff.apps.compare.plans import Budget, Plan, carry_out, entries
 from bakeoff.apps.compare.plans.plan import TASKS
 from bakeoff.apps.compare.plans.render import table
-from bakeoff.device import named_device
+from bakeoff.device import current_device
 
 __all__ = ["run"]
 
@@ -38,7 +38,7 @@ def run(
     stop_after: float | None,
 ) -> None:
     """Carry out a plan, or go on with it, and print its table and where it is."""
-    device = str(named_device(device))
+    device = str(current_device(device))
     size = size or ("small" if device.startswith("cuda") else "tiny")
     named = [" ".join([at_size(name, size), *rest]) for name, *rest in map(str.split, models)]
     rates = _numbers(lr, float, "--lr", "5e-4,1e-3,2e-3")

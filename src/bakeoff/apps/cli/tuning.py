@@ -13,7 +13,7 @@ from bakeoff.apps.render import explained, selection_table
 from bakeoff.apps.train import Config
 from bakeoff.apps.train.data import Batches, ByteCorpus, split
 from bakeoff.apps.train.step import Stepper
-from bakeoff.device import named_device
+from bakeoff.device import current_device
 from bakeoff.models import build
 from bakeoff.select import TuneReport, tune, tune_missed, using
 
@@ -69,7 +69,7 @@ def rehearsed(
 
     Returns (report, device).
     """
-    device = named_device(config.train.device)
+    device = current_device(config.train.device)
     corpus = ByteCorpus.open(config.data.path)
     training, _ = split(corpus, config.data.holdout, config.seq_len)
     batches = Batches(

@@ -10,6 +10,7 @@ import torch
 
 from bakeoff.apps.train.config import Config, ConfigError
 from bakeoff.apps.train.result import TrainError
+from bakeoff.device import on
 from bakeoff.models import longnet
 from bakeoff.parallel import World, joined, launched, own_device
 
@@ -34,6 +35,7 @@ def placed(config: Config) -> Iterator[Placement]:
     where the configuration wants that. Raises ConfigError."""
     device = pick_device(config.train.device)
     with (
+        on(device),
         _deterministic(config.train.deterministic),
         joined(device, config.parallel.dead_after_s) as world,
     ):

@@ -14,7 +14,7 @@ from bakeoff.select.declare.arguments import INTEGER, Arguments, Flag, Number, T
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import layout, round_rows, with_layout
 
-__all__ = ["OP"]
+__all__ = ["OP", "bucket_of_others", "canonical", "check_norm", "check_tables", "draw", "kernels_cannot"]
 
 _NATIVE = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_HEAD = 16384  # a wider head would not fit one program's registers
@@ -23,43 +23,49 @@ _MOST_NORMED_HEAD = 4096  # nor would one that is normalised, with all that its 
 
 def relations(case: Case) -> None:
     """Raises ValueError where tables and positions don't fit q and k, or half of a normalisation is given."""
-    _norm_relations(case)
     B, T, _, D = case.q.shape
+    check_norm("rotary", case)
+    check_tables("rotary", case, B, T, D)
+
+
+def check_tables(op: str, case: Case, B: int, T: int, D: int) -> None:
+    """Raises ValueError where cos, sin and position_ids don't fit B rows of T tokens, heads of D elements."""
     rows, half = case.cos.shape
     if half > D // 2:
         raise ValueError(
-            f"rotary: cos has {half} columns, expected R/2 with 2 <= R <= D = {D}: one column a rotated pair "
+            f"{op}: cos has {half} columns, expected R/2 with 2 <= R <= D = {D}: one column a rotated pair "
             f"(tables that repeat the angles to full width must be cut: cos[:, :{D // 2}])"
         )
     ids = case.position_ids
     if ids is None:
         if rows < T:
             raise ValueError(
-                f"rotary: cos has {rows} rows for T = {T} positions: make the tables at least {T} long, "
+                f"{op}: cos has {rows} rows for T = {T} positions: make the tables at least {T} long, "
                 f"or give position_ids"
             )
         return
     if ids.shape not in ((T,), (B, T)):
         raise ValueError(
-            f"rotary: position_ids has shape {ids.shape}, expected [{T}] or [{B}, {T}] "
+            f"{op}: position_ids has shape {ids.shape}, expected [{T}] or [{B}, {T}] "
             f"(one row for all sequences: position_ids[0])"
         )
     if rows == 0 and B * T > 0:
-        raise ValueError("rotary: cos has no rows, so no position_ids can be in it")
+        raise ValueError(f"{op}: cos has no rows, so no position_ids can be in it")
 
 
-def _norm_relations(case: Case) -> None:
+def check_norm(op: str, case: Case) -> None:
+    """Raises ValueError where half of a normalisation is given."""
     given = [name for name in ("q_weight", "k_weight") if case.args[name] is not None]
     if len(given) == 1:
         (missing,) = {"q_weight", "k_weight"} - {*given}
         raise ValueError(
-            f"rotary: {given[0]} is given and {missing} is None: pass both, which normalise q and k, or "
+            f"{op}: {given[0]} is given and {missing} is None: pass both, which normalise q and k, or "
             f"neither (torch.ones(D) scales by 1)"
         )
     if not given and case.offset:
-        raise ValueError(f"rotary: offset={case.offset} is added to weights, and there are none; pass both")
+        raise ValueError(f"{op}: offset={case.offset} is added to weights, and there are none; pass both")
     if given and (case.eps is None or case.offset is None):
-        raise ValueError("rotary: eps and offset must be numbers where q_weight and k_weight are given")
+        raise ValueError(f"{op}: eps and offset must be numbers where q_weight and k_weight are given")
 
 
 check = Arguments(
@@ -88,6 +94,15 @@ def bucket(case: Case) -> Case:
     """
     B, T, H, D = case.q.shape
     B, T = round_rows(B), round_rows(T)
+    return case.replace(
+        q=canonical(case.q, (B, T, H, D)),
+        k=canonical(case.k, (B, T, case.k.shape[2], D)),
+        **bucket_of_others(case, B, T),
+    )
+
+
+def bucket_of_others(case: Case, B: int, T: int) -> dict[str, Any]:
+    """The bucket's tables, positions and weights for B rows of T tokens."""
     ids = case.position_ids
     rows = T if ids is None else max(T, round_rows(case.cos.shape[0]))
     half = case.cos.shape[1]
@@ -98,17 +113,16 @@ def bucket(case: Case) -> Case:
             for name, meta in case.tensors.items()
             if name in ("q_weight", "k_weight")
         }
-    return case.replace(
-        q=_canonical(case.q, (B, T, H, D)),
-        k=_canonical(case.k, (B, T, case.k.shape[2], D)),
-        cos=with_layout(case.cos, (rows, half)),
-        sin=with_layout(case.sin, (rows, half)),
-        position_ids=None if ids is None else TensorMeta.dense((B, T), ids.dtype),
+    return {
+        "cos": with_layout(case.cos, (rows, half)),
+        "sin": with_layout(case.sin, (rows, half)),
+        "position_ids": None if ids is None else TensorMeta.dense((B, T), ids.dtype),
         **norm,
-    )
+    }
 
 
-def _canonical(meta: TensorMeta, shape: tuple[int, int, int, int]) -> TensorMeta:
+def canonical(meta: TensorMeta, shape: tuple[int, int, int, int]) -> TensorMeta:
+    """Heads of the bucket: dense, cut from a wider tensor, or head-major."""
     if layout(meta, 2) == "other":
         return _head_major(shape, meta.dtype, meta.requires_grad)
     return with_layout(meta, shape, 2)
@@ -260,14 +274,19 @@ def _tables_want_grad(case: Case) -> bool:
 
 
 def _triton_cannot(case: Case) -> str | None:
+    return kernels_cannot(case, case.q)
+
+
+def kernels_cannot(case: Case, x: TensorMeta) -> str | None:
+    """Why the kernels can't take heads like those of `x` with the case's tables and weights, or None."""
     if not case.device.startswith("cuda") and os.environ.get("TRITON_INTERPRET") != "1":
         return f"runs on a GPU, not on {case.device}"
-    if case.q.dtype not in _NATIVE or case.cos.dtype not in _NATIVE:
+    if x.dtype not in _NATIVE or case.cos.dtype not in _NATIVE:
         return "computes in float32, not in float64"
     if _tables_want_grad(case):
         return "gradient of cos and sin"
     most = _MOST_HEAD if case.q_weight is None else _MOST_NORMED_HEAD
-    if case.q.shape[-1] > most:
+    if x.shape[-1] > most:
         return f"head dimension over {most}"
     weights = [meta for meta in (case.q_weight, case.k_weight) if meta is not None]
     if any(meta.dtype not in _NATIVE for meta in weights):

@@ -47,9 +47,12 @@ class Traits(NamedTuple):
         )
 
 
-def check_traits(out: Any, eager: Traits, args: list[Any], where: str, mode: str = "") -> None:
+def check_traits(
+    out: Any, eager: Traits, args: list[Any], where: str, mode: str = "", *, may_alias: bool = False
+) -> None:
     """Raises `Rejected` where a caller could tell `out` from eager's output; `mode` is the one it was made
-    under. It may lie like one of `args` of its shape, as results of elementwise operations do."""
+    under. It may lie like one of `args` of its shape, as results of elementwise operations do. With
+    `may_alias`, eager's is a view of an argument."""
     if not isinstance(out, torch.Tensor):
         raise Rejected(f"returns a {type(out).__name__}, not a tensor")
     if (tuple(out.shape), out.dtype, out.device) != (eager.shape, eager.dtype, eager.device):
@@ -66,10 +69,16 @@ def check_traits(out: Any, eager: Traits, args: list[Any], where: str, mode: str
         raise Rejected(
             f"returns strides {list(out.stride())}, eager's are contiguous: .view fails on it ({where})"
         )
+    if mode and may_alias and _views(out, args):  # what autograd knows of it is what it knows of the argument
+        return
     if mine.inference != (mode == "inference_mode" or eager.inference):
         raise Rejected(f"returns an inference tensor, which autograd can't take ({where})")
     if mine.requires_grad and (mode or not eager.requires_grad):
         raise Rejected(f"returns a tensor that requires grad, unlike eager ({where})")
+
+
+def _views(out: torch.Tensor, args: list[Any]) -> bool:
+    return any(out._base is (arg if arg._base is None else arg._base) for arg in tensors_in(args))
 
 
 def _alike(out: torch.Tensor, arg: torch.Tensor) -> bool:

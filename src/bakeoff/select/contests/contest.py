@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from bakeoff import hardware
+from bakeoff.device import on
 from bakeoff.errors import ContestError
 from bakeoff.select.contests.examine import batch_invariant, examine
 from bakeoff.select.contests.failure import printable, reason
@@ -83,52 +84,57 @@ def contest(
     `announce` hears each stage as it begins (``candidate: stage``), and the candidate's bare name before each
     sample; `ready` is called before the first thing is timed, and returns when the device is free for it.
     """
-    op.check(case)
-    called, case = case, op.bucket(case)
-    regimes = regimes_of(case) if regimes is None else tuple(regimes)
-    timers = timers or timers_for(case)
-    out = {} if for_the_record else {c.name: _BASELINE for c in op.candidates if c.baseline}
-    out |= skip or {}
-    try:
-        stick, passed, rejected, inaccurate, invariant = _qualify(op, case, called, out, announce)
-        screening = Screening(op, case, skip or {}, thorough=thorough, announce=announce, clock=clock)
-        screening.compile(stick, list(passed), budget_s)
-        timed_too = inaccurate if for_the_record else ()
-        entrants = {name: c for name, c in op.by_name.items() if name in passed or name in timed_too}
+    with on(case.device):
+        op.check(case)
+        called, case = case, op.bucket(case)
+        regimes = regimes_of(case) if regimes is None else tuple(regimes)
+        timers = timers or timers_for(case)
+        out = {} if for_the_record else {c.name: _BASELINE for c in op.candidates if c.baseline}
+        out |= skip or {}
+        try:
+            stick, passed, rejected, inaccurate, invariant = _qualify(op, case, called, out, announce)
+            screening = Screening(op, case, skip or {}, thorough=thorough, announce=announce, clock=clock)
+            screening.compile(stick, list(passed), budget_s)
+            timed_too = inaccurate if for_the_record else ()
+            entrants = {name: c for name, c in op.by_name.items() if name in passed or name in timed_too}
+            release(case)
+            hashes = {
+                candidate.name: candidate.source_hash for candidate in op.candidates
+            }  # can take a second
+            ready()
+            tuned = screening.entrants(called, timers, regimes, budget_s)
+            entrants |= {entrant.label: entrant.candidate for entrant in tuned.values()}
+            sets = input_sets(op, case, 3 * hardware.l2_bytes(case.device))
+        except torch.cuda.OutOfMemoryError as error:
+            name = key(op, case, regimes[0])
+            raise ContestError(f"not enough GPU memory to hold a contest for {name}") from error
+        before = hardware.pulse(case.device)
+        share = (budget_s if thorough else screening.left(budget_s)) / len(regimes)
+        measured = {}
+        for regime in regimes:
+            measured[regime] = _measure(
+                op, case, regime, entrants, sets, timers[regime], share, clock, announce, stick
+            )
+        warning = hardware.disturbance(case.device, before)
+        del sets
+        wrong = _recheck(
+            op, stick, {name: c for name, c in entrants.items() if name not in inaccurate}, announce
+        )
+        del stick
         release(case)
-        hashes = {candidate.name: candidate.source_hash for candidate in op.candidates}  # can take a second
-        ready()
-        tuned = screening.entrants(called, timers, regimes, budget_s)
-        entrants |= {entrant.label: entrant.candidate for entrant in tuned.values()}
-        sets = input_sets(op, case, 3 * hardware.l2_bytes(case.device))
-    except torch.cuda.OutOfMemoryError as error:
-        name = key(op, case, regimes[0])
-        raise ContestError(f"not enough GPU memory to hold a contest for {name}") from error
-    before = hardware.pulse(case.device)
-    share = (budget_s if thorough else screening.left(budget_s)) / len(regimes)
-    measured = {}
-    for regime in regimes:
-        measured[regime] = _measure(
-            op, case, regime, entrants, sets, timers[regime], share, clock, announce, stick
-        )
-    warning = hardware.disturbance(case.device, before)
-    del sets
-    wrong = _recheck(op, stick, {name: c for name, c in entrants.items() if name not in inaccurate}, announce)
-    del stick
-    release(case)
-    peaks = _peaks(op, case, entrants, announce) if for_the_record else {}
-    verdicts = []
-    for regime, (timings, unfit) in measured.items():
-        out = {**rejected, **wrong, **unfit}
-        trials = _trials(
-            op, case, hashes, passed, timings, out, peaks, tuned, screening, everything=for_the_record
-        )
-        trials = [
-            msgspec.structs.replace(t, batch_invariant=t.candidate in invariant and not t.rejected)
-            for t in trials
-        ]
-        verdicts.append(_verdict(op, case, regime, trials, warning, thorough=thorough))
-    return verdicts
+        peaks = _peaks(op, case, entrants, announce) if for_the_record else {}
+        verdicts = []
+        for regime, (timings, unfit) in measured.items():
+            out = {**rejected, **wrong, **unfit}
+            trials = _trials(
+                op, case, hashes, passed, timings, out, peaks, tuned, screening, everything=for_the_record
+            )
+            trials = [
+                msgspec.structs.replace(t, batch_invariant=t.candidate in invariant and not t.rejected)
+                for t in trials
+            ]
+            verdicts.append(_verdict(op, case, regime, trials, warning, thorough=thorough))
+        return verdicts
 
 
 def _qualify(

@@ -171,8 +171,9 @@ def run(
         if len(outputs) != len(cotangents):
             raise Rejected(f"returns {len(outputs)} tensors, not {len(cotangents)}")
         plain_mode = mode if mode in ("no_grad", "inference_mode") else ""
-        for out, traits in zip(outputs, stick.traits, strict=True):
-            check_traits(out, traits, copies.args, stick.where, plain_mode)
+        for i, (out, traits) in enumerate(zip(outputs, stick.traits, strict=True)):
+            may_alias = i in stick.aliases
+            check_traits(out, traits, copies.args, stick.where, plain_mode, may_alias=may_alias)
         # Writing to such an output would change the input, here and not where plain PyTorch runs.
         if not aliases_of(outputs, copies.args) <= stick.aliases:
             raise Rejected(f"returns memory of an input ({stick.where})")

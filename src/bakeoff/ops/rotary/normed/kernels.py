@@ -92,25 +92,26 @@ def _backward(
     if gq is not None:
         _walk(
             gq, q, q_weight, dq, q_partial, cos, sin, position_ids, B, T, S, gq_b, gq_t, gq_h, q_b, q_t, q_h,
-            row, eps, offset, H, D, HALF, INTERLEAVED, IDS, VECTOR, TABLE_VECTOR, BLOCK_T, BLOCK_H, BLOCK,
+            row, eps, offset, H, H, D, HALF, INTERLEAVED, IDS, VECTOR, TABLE_VECTOR, BLOCK_T, BLOCK_H, BLOCK,
             REST, STAGES,
         )  # fmt: skip
     if gk is not None:
         _walk(
             gk, k, k_weight, dk, k_partial, cos, sin, position_ids, B, T, S, gk_b, gk_t, gk_h, k_b, k_t, k_h,
-            row, eps, offset, HK, D, HALF, INTERLEAVED, IDS, VECTOR, TABLE_VECTOR, BLOCK_T, BLOCK_H, BLOCK,
-            REST, STAGES,
+            row, eps, offset, HK, HK, D, HALF, INTERLEAVED, IDS, VECTOR, TABLE_VECTOR, BLOCK_T, BLOCK_H,
+            BLOCK, REST, STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def _walk(
     dy, x, weight, dx, partial, cos, sin, position_ids, B, T, S, dy_b, dy_t, dy_h, x_b, x_t, x_h, row, eps,
-    offset, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    IDS: tl.constexpr, VECTOR: tl.constexpr, TABLE_VECTOR: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
+    offset, H: tl.constexpr, OUT: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr, IDS: tl.constexpr, VECTOR: tl.constexpr, TABLE_VECTOR: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    # This program's tiles of q or of k.
+    # This program's tiles of q or of k. A token of dx is OUT heads after the one before.
     HEAD_BLOCKS: tl.constexpr = H // BLOCK_H
     ROWS: tl.constexpr = BLOCK_T * BLOCK_H
     a_scale, b_scale, rest_scale = _scale(weight, offset, D, HALF, INTERLEAVED, BLOCK, REST)
@@ -146,7 +147,7 @@ def _walk(
             if 2 * HALF < D:
                 rest_sum += g_rest * rest
         if dx is not None:
-            out = ((i * T + t) * H + h) * D
+            out = ((i * T + t) * OUT + h) * D
             _write(
                 dx, out, live, (g_a * a_scale - a * mean) * scaling, (g_b * b_scale - b * mean) * scaling,
                 (g_rest * rest_scale - rest * mean) * scaling, D, HALF, INTERLEAVED, BLOCK, REST,

@@ -20,7 +20,7 @@ from bakeoff.ops.rotary.normed.tilings import (
     forward_tilings,
 )
 
-__all__ = ["normalize_rotate"]
+__all__ = ["add_up", "dense_heads", "normalize_rotate", "partials", "tables"]
 
 _forward_kernel = TritonKernel(kernels._forward)
 _backward_kernel = TritonKernel(kernels._backward)
@@ -48,8 +48,8 @@ def forward(
     """q and k normalised, scaled and turned: one launch."""
     if turned_q.numel() + turned_k.numel() == 0:
         return
-    q, k = _dense_heads(plan, q), _dense_heads(plan, k)
-    cos, sin, position_ids = _tables(plan, cos, sin, position_ids)
+    q, k = dense_heads(plan, q), dense_heads(plan, k)
+    cos, sin, position_ids = tables(plan, cos, sin, position_ids)
     grid, numbers = forward_launch(
         q, k, cos.shape, cos.stride(0), position_ids=0 if position_ids is None else position_ids.dim(),
         interleaved=interleaved, head_major=(q_head_major, k_head_major), tiling=tiling,
@@ -73,31 +73,48 @@ def backward(
     if gq is None and gk is None:
         return
     sums = dq_weight is not None or dk_weight is not None
-    q, k = _dense_heads(plan, q), _dense_heads(plan, k)
-    cos, sin, position_ids = _tables(plan, cos, sin, position_ids)
+    q, k = dense_heads(plan, q), dense_heads(plan, k)
+    cos, sin, position_ids = tables(plan, cos, sin, position_ids)
     grid, numbers = backward_launch(
         gq, gk, q, k, cos.shape, cos.stride(0), interleaved=interleaved, sums=sums,
         position_ids=0 if position_ids is None else position_ids.dim(),
         sms=multiprocessors(q.get_device()), tiling=tiling,
     )  # fmt: skip
-    P, D = grid[0], q.shape[3]
-    # A program that has every row needs nobody to add up after it.
-    q_partial, k_partial = (
-        weight if weight is None or P == 1 else plan.empty((P, D), torch.float32)
-        for weight in (dq_weight, dk_weight)
-    )
+    q_partial, k_partial = partials(plan, grid[0], dq_weight, dk_weight)
     plan.launch(
         _backward_kernel, grid, gq=gq, gk=gk, q=q, k=k, cos=cos, sin=sin, position_ids=position_ids,
         q_weight=plan.contiguous(q_weight), k_weight=plan.contiguous(k_weight), dq=dq, dk=dk,
         q_partial=q_partial, k_partial=k_partial, eps=eps, offset=offset, **numbers,
     )  # fmt: skip
-    if sums and P > 1:
-        block_p, block_d, warps = SUM_TILING
-        plan.launch(
-            _sum_partials_kernel, (-(-D // block_d), 2), q_partial=q_partial, k_partial=k_partial,
-            dq_weight=dq_weight, dk_weight=dk_weight, P=P, D=D, BLOCK_P=block_p, BLOCK_D=block_d,
-            num_warps=warps,
-        )  # fmt: skip
+    add_up(plan, grid[0], q_partial, k_partial, dq_weight, dk_weight)
+
+
+def partials(
+    plan: Plan, programs: int, dq_weight: Tensor | None, dk_weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What each program leaves of the weights' gradients, [programs, D]; a program that has every row needs
+    nobody to add up after it."""
+    q_partial, k_partial = (
+        weight if weight is None or programs == 1 else plan.empty((programs, *weight.shape), torch.float32)
+        for weight in (dq_weight, dk_weight)
+    )
+    return q_partial, k_partial
+
+
+def add_up(
+    plan: Plan, programs: int, q_partial: Tensor | None, k_partial: Tensor | None, dq_weight: Tensor | None,
+    dk_weight: Tensor | None,
+) -> None:  # fmt: skip
+    """The weights' gradients from `partials`, where there are several: one launch."""
+    weight = dk_weight if dq_weight is None else dq_weight
+    if weight is None or programs == 1:
+        return
+    D, (block_p, block_d, warps) = weight.shape[0], SUM_TILING
+    plan.launch(
+        _sum_partials_kernel, (-(-D // block_d), 2), q_partial=q_partial, k_partial=k_partial,
+        dq_weight=dq_weight, dk_weight=dk_weight, P=programs, D=D, BLOCK_P=block_p, BLOCK_D=block_d,
+        num_warps=warps,
+    )  # fmt: skip
 
 
 def _to_fill(
@@ -111,16 +128,18 @@ def _to_fill(
         if dweight is not None:
             plan.run(Tensor.zero_, dweight)
         return None, None, None
-    return _dense_heads(plan, dy), dx, dweight
+    return dense_heads(plan, dy), dx, dweight
 
 
-def _dense_heads(plan: Plan, x: Tensor) -> Tensor:
+def dense_heads(plan: Plan, x: Tensor) -> Tensor:
+    """`x` [B, T, H, D] with a dense last dimension, a copy if need be."""
     return x if x.stride(3) == 1 else plan.contiguous(x)
 
 
-def _tables(
+def tables(
     plan: Plan, cos: Tensor, sin: Tensor, position_ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tables with dense rows that lie equally far apart in both, and contiguous positions."""
     if cos.stride(1) != 1 or sin.stride() != cos.stride():
         cos, sin = plan.contiguous(cos), plan.contiguous(sin)
     return cos, sin, None if position_ids is None else plan.contiguous(position_ids)
