@@ -120,9 +120,7 @@ def attend(
     if norm is None:
         q, k, v = qkv_rotary(qkv, cos, sin, kv_heads=kv_heads)
     else:
-        q, k, v = qkv_rotary(
-            qkv, cos, sin, kv_heads=kv_heads, q_weight=norm.q, k_weight=norm.k, eps=norm.eps
-        )
+        q, k, v = qkv_rotary(qkv, cos, sin, kv_heads=kv_heads, q_weight=norm.q, k_weight=norm.k, eps=norm.eps)
     if cache is not None:
         k, v = (x.transpose(1, 2) for x in cache.extend(layer, k.transpose(1, 2), v.transpose(1, 2)))
     return attention(q, k, v, causal=True, lengths=lengths).flatten(2)

@@ -16,6 +16,9 @@ __all__ = ["backward_tilings", "forward_tilings", "normed_launch", "plain_launch
 _LANES = 64 if torch.version.hip else 32  # threads of a warp
 
 _PLAIN = BackwardTiling(4096, 64, 16, 0, 1)
+_NORMED = BackwardTiling(2048, 64, 16, 3, 3)
+"""Of the backward with weights: on an H100, with it both directions take 0.90 to 0.93 of the time that they
+take with that of `rotary`."""
 
 
 def forward_tilings(case: Any) -> list[Tiling]:
@@ -24,9 +27,11 @@ def forward_tilings(case: Any) -> list[Tiling]:
 
 
 def backward_tilings(case: Any) -> list[BackwardTiling]:
-    """With weights those of `rotary`. Without, a program has one tile, whatever the number of programs."""
+    """With weights those of `rotary`, another first. Without, a program has one tile, whatever the number of
+    programs."""
     if case.q_weight is not None:
-        return normed.backward_tilings(case)
+        found = normed.backward_tilings(case)
+        return sorted(found, key=lambda tiling: tiling != _NORMED)
     return [
         _PLAIN,
         *(_PLAIN._replace(tile=tile) for tile in (2048, 8192, 1024)),
@@ -73,9 +78,10 @@ def normed_launch(
     """As `plain_launch` with weights, of the parts q and k of qkv; `sums`: with the gradient of a weight,
     on a device of `sms` multiprocessors."""
     steps, _ = strides(arriving)
+    cut = tiling or (_NORMED if sums else None)
     grid, numbers = normed.backward_launch(
         q, k, q, k, table_shape, row, position_ids=position_ids, interleaved=interleaved, sums=sums, sms=sms,
-        tiling=tiling, lanes=lanes,
+        tiling=cut, lanes=lanes,
     )  # fmt: skip
     vector = alignment(numbers["VECTOR"], *steps.values())
     return grid, numbers | steps | {"VECTOR": vector, "WIDTH": tile_of(q.shape[3])}

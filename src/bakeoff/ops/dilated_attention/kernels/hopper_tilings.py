@@ -35,5 +35,5 @@ def hopper_tilings(case: Any) -> list[HopperTiling]:
     if width_of(case.q.shape[-1]) == 64:
         found = [(2, 128, 3, 1, 1), (3, 128, 2, 1, 1), (2, 128, 3, 0, 1), (2, 128, 3, 1, 0), (3, 64, 4, 1, 1)]
     else:
-        found = [(2, 128, 2, 1, 1), (3, 64, 4, 1, 1), (2, 128, 2, 0, 1), (2, 128, 2, 1, 0), (2, 64, 4, 1, 1)]
+        found = [(2, 128, 2, 0, 1), (2, 128, 2, 1, 1), (2, 128, 2, 1, 0), (3, 64, 4, 1, 1), (2, 64, 4, 1, 1)]
     return [HopperTiling(*numbers) for numbers in found]
