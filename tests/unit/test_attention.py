@@ -387,9 +387,11 @@ def test_kernels_that_add_up_in_any_order_say_so() -> None:
     assert text in reasons["cudnn"]
 
 
-def test_the_documents_example_runs() -> None:
+def test_the_documents_examples_run() -> None:
     page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text()
-    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(example, names)
-    assert names["one"].shape == (2, 1, 8, 64)
+    examples = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    found: list[dict[str, Any]] = [{} for _ in examples]
+    for example, names in zip(examples, found, strict=True):
+        exec(example, names)
+    assert found[0]["one"].shape == (2, 1, 8, 64)
+    assert [found[1][name].shape[2] for name in "qkv"] == [8, 2, 2]
