@@ -542,7 +542,7 @@ def test_the_compiled_graph_holds_the_ops_whole_and_takes_v_where_it_stands():
     graphs = []
 
     def keep(graph, inputs):
-        graphs.append(graph.print_readable(print_output=False))
+        graphs.append([str(node.target) for node in graph.graph.nodes])
         return graph
 
     from torch._dynamo.backends.common import aot_autograd
@@ -555,6 +555,7 @@ def test_the_compiled_graph_holds_the_ops_whole_and_takes_v_where_it_stands():
     outputs = call(joint(2, 3, 4, 2, 8), *rotary_tables(3, 8))
     torch.autograd.backward(outputs, arriving(outputs))
     forward, backward = graphs
-    assert forward.count("torch.ops.bakeoff.qkv_rotary_forward") == 1
-    assert backward.count("torch.ops.bakeoff.qkv_rotary_backward") == 1
-    assert not any(word in forward + backward for word in ("aten.cat", "aten.add", "slice_backward", "clone"))
+    assert sum("bakeoff.qkv_rotary_forward" in target for target in forward) == 1
+    assert sum("bakeoff.qkv_rotary_backward" in target for target in backward) == 1
+    copies = ("aten.cat", "aten.add", "slice_backward", "clone")
+    assert not any(word in target for target in forward + backward for word in copies)
