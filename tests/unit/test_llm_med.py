@@ -75,13 +75,14 @@ def test_positions_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert change() > 1e-3
 
     def by_head(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), dim=2)
         turned = rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-        return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+        return turned[0].transpose(1, 2), turned[1].transpose(1, 2), v
 
     # The published mistake: the angle is the head's index.
-    monkeypatch.setattr("bakeoff.nn.attention.rotary", by_head)
+    monkeypatch.setattr("bakeoff.nn.attention.qkv_rotary", by_head)
     assert change() < 1e-12
 
 

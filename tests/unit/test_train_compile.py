@@ -47,7 +47,7 @@ def test_a_compiled_run_trains_alike_and_opens_like_any_other(base: Config, tmp_
     compiled = resolve(base, None, ["train.compile=true", f"train.run_dir={tmp_path / 'compiled'}"])
     found, start = losses(compiled)
     assert found == pytest.approx(plain, rel=1e-5)
-    assert {"select/rms_norm", "select/rotary", "select/adamw_"} <= set(start)
+    assert {"select/rms_norm", "select/qkv_rotary", "select/adamw_"} <= set(start)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0  # something was compiled
     on, _ = losses(resolve(compiled, None, ["train.compile=false", "train.steps=5"]))
     assert len(on) == 5

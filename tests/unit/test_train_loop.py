@@ -114,8 +114,8 @@ def test_it_learns_and_leaves_everything_behind(base: Config) -> None:
 
     (start,) = rows(config, "start")
     assert start["select/rms_norm"] == "eager"
-    assert start["select/rotary"] == "eager"
-    ops = {"rms_norm", "rotary", "attention", "swiglu", "adamw_", "global_norm"}
+    assert start["select/qkv_rotary"] == "eager"
+    ops = {"rms_norm", "qkv_rotary", "attention", "swiglu", "adamw_", "global_norm"}
     assert {e.op for e in result.selection} == ops
     held = [(row["step"], row["held_out_bits_per_byte"]) for row in rows(config, "eval")]
     assert [step for step, _ in held] == [0, 20, 40, 60]
@@ -559,8 +559,8 @@ def test_selection_is_what_the_configuration_says(base: Config, monkeypatch: pyt
     for steps, policy in enumerate(("off", "heuristic"), start=2):
         settings = [f"select.policy={policy}", f"train.steps={steps}"]
         result = train(resolve(short, None, settings), console=QUIET)
-        model_ops = {e.op: e.choice for e in result.selection if e.op in ("rms_norm", "rotary")}
-        assert model_ops == {"rms_norm": "eager", "rotary": "eager"}
+        model_ops = {e.op: e.choice for e in result.selection if e.op in ("rms_norm", "qkv_rotary")}
+        assert model_ops == {"rms_norm": "eager", "qkv_rotary": "eager"}
     assert budgets == [7.0]
 
 

@@ -244,13 +244,14 @@ class Mixer(nn.Module):
         mixed, held = short_conv(x, taps, state=held)  # which takes the present input's tap last
         if past is not None:
             past.kept[place] = held
-        q, k, v = self.qkv(mixed).chunk(3, dim=-1)
+        qkv = self.qkv(mixed)
         if self.filter is not None:
+            q, k, v = qkv.chunk(3, dim=-1)
             y = self.filter(k, v, q, past, f"{self.layer} filter")
         else:
-            q, k, v = (torch.unflatten(x, -1, (-1, self.head_dim)) for x in (q, k, v))
+            heads = torch.unflatten(qkv, -1, (-1, self.head_dim))
             kept = None if cache is None else cache.attention
-            y = attend(q, k, v, cos, sin, kept, self.layer, self.norm)
+            y = attend(heads, heads.shape[2] // 3, cos, sin, kept, self.layer, self.norm)
         out: Tensor = self.out(y)
         return out
 

@@ -168,10 +168,9 @@ class Attention(nn.Module):
             x, inputs = short_conv(x, self.short, state=None if cache is None else cache.inputs.get(place))
             if cache is not None:
                 cache.inputs[place] = inputs
-        heads = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        qkv = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
         held = None if cache is None else cache.attention
-        out: Tensor = self.out(attend(q, k, v, cos, sin, held, self.layer, self.norm))
+        out: Tensor = self.out(attend(qkv, self.kv_heads, cos, sin, held, self.layer, self.norm))
         return out
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from bakeoff.ops.attention import attention
-from bakeoff.ops.rotary import rotary
+from bakeoff.ops.qkv_rotary import qkv_rotary
 from bakeoff.ops.rotary_append import rotary_append_
 
 __all__ = ["KeyValues", "QKNorm", "attend", "attend_one"]
@@ -104,20 +104,23 @@ class QKNorm(nn.Module):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KeyValues | None, layer: int,
+    qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, cache: KeyValues | None, layer: int,
     norm: QKNorm | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention [B, T, H E] of q [B, T, H, E] to k, v [B, T, K, E] and to what `cache` holds of this
-    layer; cos, sin [T, E/2] of these positions. With a `norm`, heads of q and k are normalised first."""
+    """Causal attention [B, T, H E] of a joint projection qkv [B, T, H + 2 K, E], K being `kv_heads`: of its
+    queries to its keys and values, and to what `cache` holds of this layer; cos, sin [T, E/2] of these
+    positions. With a `norm`, heads of queries and keys are normalised first."""
     lengths = None if cache is None else cache.lengths
-    appended = None if cache is None or norm is not None else cache.append(layer, q, k, v, cos, sin)
-    if appended is not None:
-        q, k, v = appended[0], *(x.transpose(1, 2) for x in appended[1:])
-        return attention(q, k, v, causal=True, lengths=lengths).flatten(2)
+    if cache is not None and norm is None:
+        q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), dim=2)
+        appended = cache.append(layer, q, k, v, cos, sin)
+        if appended is not None:
+            q, k, v = appended[0], *(x.transpose(1, 2) for x in appended[1:])
+            return attention(q, k, v, causal=True, lengths=lengths).flatten(2)
     if norm is None:
-        q, k = rotary(q, k, cos, sin)
+        q, k, v = qkv_rotary(qkv, cos, sin, kv_heads=kv_heads)
     else:
-        q, k = rotary(q, k, cos, sin, q_weight=norm.q, k_weight=norm.k, eps=norm.eps)
+        q, k, v = qkv_rotary(qkv, cos, sin, kv_heads=kv_heads, q_weight=norm.q, k_weight=norm.k, eps=norm.eps)
     if cache is not None:
         k, v = (x.transpose(1, 2) for x in cache.extend(layer, k.transpose(1, 2), v.transpose(1, 2)))
     return attention(q, k, v, causal=True, lengths=lengths).flatten(2)

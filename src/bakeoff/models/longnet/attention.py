@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bakeoff.models.longnet.cache import Cache, Slots
 from bakeoff.models.longnet.shape import Shape
 from bakeoff.nn import attend_one
-from bakeoff.ops import dilated_attention, rotary
+from bakeoff.ops import dilated_attention, qkv_rotary
 from bakeoff.ops.dilated_attention import phase_table
 
 __all__ = ["Attention"]
@@ -31,9 +31,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x [B, T, D]; cos, sin [T, at most E/2] of these positions; returns [B, T, D]."""
-        heads = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-        q, k = rotary(q, k, cos, sin)
+        qkv = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
+        q, k, v = qkv_rotary(qkv, cos, sin, kv_heads=self.kv_heads)
         if cache is not None and cache.slots is not None:
             return self.out(self._step(q, k, v, cache.slots))  # type: ignore[no-any-return]
         y = self._behind(q, k, v, cache) if cache is not None and cache.length else self._attend(q, k, v)
