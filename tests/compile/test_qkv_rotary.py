@@ -95,7 +95,7 @@ def backward(case, target, tiling=None, head_major=False, **override):
             q, k, arriving, case.cos.shape, case.cos.stride[0], sums=True, sms=SMS, **asked
         )
     else:
-        kernel = kernels._turn_back
+        kernel = kernels._rotate_back
         _, numbers = tilings.plain_launch(
             q.shape, k.shape[2], arriving, q.dtype.itemsize, case.cos.shape, case.cos.stride[0], **asked
         )

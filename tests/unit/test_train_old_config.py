@@ -124,3 +124,19 @@ def test_a_checkpoint_with_it_opens_and_its_defaults_are_named(
     assert found == config
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     assert "missing train.capture is" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("said", "taken"),
+    [
+        ({"rotary": "eager"}, {"rotary": "eager", "qkv_rotary": "eager"}),
+        ({"rotary": "triton", "qkv_rotary": "eager"}, {"rotary": "triton", "qkv_rotary": "eager"}),
+        ({"rotary": "liger"}, {"rotary": "liger"}),  # no candidate of qkv_rotary
+        ({"rms_norm": "eager"}, {"rms_norm": "eager"}),
+    ],
+)
+def test_what_was_said_of_rotary_goes_for_qkv_rotary(said: dict[str, str], taken: dict[str, str]) -> None:
+    """Models rotated by the one before they did by the other; the configuration stays as it is written."""
+    config, _ = from_saved({"select": said})
+    assert config.select.ops == said
+    assert config.select.forced() == taken

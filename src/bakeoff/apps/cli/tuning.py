@@ -76,7 +76,7 @@ def rehearsed(
         corpus, training, seq_len=config.seq_len, batch_size=config.train.batch_size, seed=config.train.seed
     )
     rows = batches.batch(0).to(device)
-    with using(config.select.policy or None, **config.select.ops):
+    with using(config.select.policy or None, **config.select.forced()):
         model = build(config.model).to(device).train()
         stepper = Stepper(model, config, device)
         report = tune(

@@ -85,7 +85,7 @@ def hold_contests(config: Config, device: torch.device, announce: Callable[[str]
 @contextlib.contextmanager
 def selecting(config: Config, regime: str) -> Iterator[None]:
     """Inside, ops are selected as `config` says."""
-    with using(config.select.policy or None, regime=regime, **config.select.ops):
+    with using(config.select.policy or None, regime=regime, **config.select.forced()):
         yield
 
 

@@ -79,7 +79,7 @@ def train(
     with contextlib.ExitStack() as stack:
         placement = stack.enter_context(placed(config))
         regime = "eager" if placement.no_graph else "graph"
-        stack.enter_context(using(config.select.policy or None, regime=regime, **config.select.ops))
+        stack.enter_context(using(config.select.policy or None, regime=regime, **config.select.forced()))
         stack.enter_context(own_table_ends())
         out = stack.enter_context(lasting(console or Console()))
         lock = stack.enter_context(RunLock())

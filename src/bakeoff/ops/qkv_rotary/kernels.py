@@ -21,7 +21,7 @@ __all__: list[str] = []
         "T", "S", "gq_b", "gq_t", "gq_h", "gk_b", "gk_t", "gk_h", "gv_b", "gv_t", "gv_h", "row",
     ]
 )  # fmt: skip
-def _turn_back(
+def _rotate_back(
     gq, gk, gv, cos, sin, position_ids, dqkv, T: tl.int32, S: tl.int32, gq_b: tl.int64, gq_t: tl.int64,
     gq_h: tl.int64, gk_b: tl.int64, gk_t: tl.int64, gk_h: tl.int64, gv_b: tl.int64, gv_t: tl.int64,
     gv_h: tl.int64, row: tl.int64, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,

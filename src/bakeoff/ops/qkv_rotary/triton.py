@@ -18,7 +18,7 @@ from bakeoff.ops.rotary.triton import forward as rotate
 
 __all__ = ["qkv_rotary"]
 
-_turn_back = TritonKernel(kernels._turn_back)
+_rotate_back = TritonKernel(kernels._rotate_back)
 _normed_back = TritonKernel(kernels._normed_back)
 
 
@@ -87,7 +87,7 @@ def backward(
             (B, T, H, D), K, arriving, qkv.element_size(), cos.shape, cos.stride(0),
             position_ids=ids, interleaved=interleaved, tiling=tiling,
         )  # fmt: skip
-        plan.launch(_turn_back, grid, **given, **numbers)
+        plan.launch(_rotate_back, grid, **given, **numbers)
         return
     q, k = _turned_parts(plan, qkv, kv_heads)
     sums = dq_weight is not None or dk_weight is not None

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from bakeoff.errors import BakeoffError
 from bakeoff.models import byte_spectral, llm_med, longnet, titan_mac
+from bakeoff.select import find_op
 
 __all__ = [
     "Config",
@@ -185,6 +186,14 @@ class Select(Section, frozen=True):
     budget_s: Annotated[float, Meta(gt=0)] = 30.0
     ops: dict[str, str] = {}
     """Forced candidates by op; written as keys of [select] itself."""
+
+    def forced(self) -> dict[str, str]:
+        """`ops` as a run takes them. What is said of `rotary` goes for `qkv_rotary`, too, where nothing is
+        said of that and it has such a candidate: models called the former until the latter came."""
+        said = self.ops.get("rotary", "")
+        if "qkv_rotary" in self.ops or said not in find_op("qkv_rotary").by_name:
+            return self.ops
+        return {**self.ops, "qkv_rotary": said}
 
 
 class Metrics(Section, frozen=True):
