@@ -28,6 +28,7 @@ __all__ = [
     "index",
     "l2_bytes",
     "limit_us",
+    "matmul_tflops",
     "multiprocessors",
     "native_bf16",
     "pulse",
@@ -185,19 +186,33 @@ def l2_bytes(device: str) -> int:
 @functools.cache
 def ceilings(device: str) -> Ceilings:
     """The device's measured limits (about a second; remembered for the process)."""
-    cuda = device.startswith("cuda")
-    count = min(2**30, free(device) // 8) if cuda else 2**26
-    own = torch.Generator(device).manual_seed(0)  # the caller's random state stays as it is
-    copy_s = _copy_seconds(count, device, own)
-    dtype = torch.bfloat16 if native_bf16(device) else torch.float32
-    n = 8192 if cuda else 1024
+    count = min(2**30, free(device) // 8) if device.startswith("cuda") else 2**26
+    gbps = 2 * count / _copy_seconds(count, device) / 1e9
+    return Ceilings(gbps, matmul_tflops(device), str(_matmul_dtype(device)).removeprefix("torch."))
+
+
+@functools.cache
+def matmul_tflops(device: str) -> float:
+    """The measured speed of large matrix products in bfloat16 where the device computes in it, else in
+    float32; remembered for the process."""
+    n = 8192 if device.startswith("cuda") else 1024
+    own, dtype = _generator(device), _matmul_dtype(device)
     a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=own) for _ in range(2))
-    matmul_s = _best(lambda: a @ b, device)
-    return Ceilings(2 * count / copy_s / 1e9, 2 * n**3 / matmul_s / 1e12, str(dtype).removeprefix("torch."))
+    return 2 * n**3 / _best(lambda: a @ b, device) / 1e12
 
 
-def _copy_seconds(nbytes: int, device: str, generator: torch.Generator) -> float:
-    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_(0, 255, generator=generator)
+def _matmul_dtype(device: str) -> torch.dtype:
+    return torch.bfloat16 if native_bf16(device) else torch.float32
+
+
+def _generator(device: str) -> torch.Generator:
+    """One of our own, so that the caller's random state stays as it is."""
+    return torch.Generator(device).manual_seed(0)
+
+
+def _copy_seconds(nbytes: int, device: str) -> float:
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    source.random_(0, 255, generator=_generator(device))
     target = torch.empty_like(source)
     return _best(lambda: target.copy_(source), device)
 

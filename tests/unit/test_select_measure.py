@@ -330,4 +330,5 @@ def test_an_incumbent_far_behind_is_measured_as_often_as_the_best() -> None:
 def test_measuring_the_limits_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
     hardware.ceilings.__wrapped__("cpu")
+    hardware.matmul_tflops.__wrapped__("cpu")
     assert torch.equal(before, torch.get_rng_state())

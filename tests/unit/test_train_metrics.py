@@ -339,7 +339,7 @@ def test_speeds_shares_and_waits_are_what_the_clock_says(
     assert [row["data_wait_s"] for row in lines] == [1.0] * 3
     assert [row["seconds"] for row in lines] == [5.0, 10.0, 115.0]
     flops = LLMMed(config.model).flops_per_token(16) * 4 * 16 / 2.5
-    peak = hardware.ceilings("cpu").matmul_tflops * 1e12
+    peak = hardware.matmul_tflops("cpu") * 1e12
     assert [row["share_of_peak"] for row in lines] == pytest.approx([flops / peak] * 3)
     (end,) = (row for row in rows if row["event"] == "end")
     assert end["tokens_per_s"] == 4 * 16 / 2.5

@@ -233,7 +233,7 @@ def main(out: Path, device: str, only: str) -> None:
     """Time everything, and write OUT."""
     place = named_device(device)
     facts = hardware.facts(str(place))
-    limit = hardware.ceilings(str(place)).matmul_tflops
+    limit = hardware.matmul_tflops(str(place))
     common = {"gpu": facts.device, "torch": facts.torch, "triton": facts.triton, "date": results.now()[:10]}
     rows: list[dict[str, str]] = []
     for part in (of_layers, of_matrices, of_large, of_op):

@@ -106,7 +106,8 @@ def report_steps(context: Context) -> None:
         "grad_norm": sums["grad_norm"],
         "lr": progress.lr,
         "tokens_per_s": speed,
-        "share_of_peak": speed / peak_tokens_per_s(context),
+        # Only the first rank writes rows, so only it has measured the peak.
+        "share_of_peak": speed / peak_tokens_per_s(context) if context.stepper.world.first else None,
         "peak_bytes": _peak_bytes(context.stepper.device),
         "graph_bytes": context.stepper.graph_bytes,
         "data_wait_s": waited,
@@ -196,7 +197,7 @@ def peak_tokens_per_s(context: Context) -> float:
     """The speed at which matrix products as fast as the fastest measured here would take all the time. The
     first call in a process measures that, in about a second."""
     stepper = context.stepper
-    flops_per_s = hardware.ceilings(str(stepper.device)).matmul_tflops * 1e12 * stepper.world.size
+    flops_per_s = hardware.matmul_tflops(str(stepper.device)) * 1e12 * stepper.world.size
     return flops_per_s / stepper.model.flops_per_token(context.config.seq_len)
 
 

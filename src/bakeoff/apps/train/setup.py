@@ -194,7 +194,8 @@ def _prepare(context: Context, start: Checkpoint | None) -> None:
     if start is not None:
         restore(context, start)
     select(context, tune=config.select.tune, before=start.run_dir if start else None)
-    peak_tokens_per_s(context)  # measured here, so that no step waits for it
+    if stepper.world.first:
+        peak_tokens_per_s(context)  # measured here, so that no step waits for it
     if not stepper.uncaptured:
         stepper.capture()
     elif stepper.device.type == "cuda":
