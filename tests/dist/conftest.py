@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 LIMIT_S = 60
 
 # Ranks are forked off one process that has imported what takes longest and has started no thread.
-multiprocessing.set_forkserver_preload(["torch.distributed.checkpoint", "torch._dynamo", "pytest"])
+multiprocessing.set_forkserver_preload(["torch._dynamo", "bakeoff.apps.train", "bakeoff.parallel", "pytest"])
 
 
 def _rank(
