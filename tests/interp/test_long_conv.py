@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bakeoff import hardware
+from bakeoff.channel_major import rows
 from bakeoff.channel_major.rows import empty_rows, pack, result_like, unpack
 from bakeoff.errors import Unsupported
 from bakeoff.fft_conv import plans
@@ -28,6 +29,15 @@ from tests.interp.emulated import emulate, replays
 # Relative to the largest element: roundings of operands and of the result.
 BOUND = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 GATED, PLAIN = (True, True, True), (False, False, False)
+
+
+SHIPPED = dict(rows.TILE)
+
+
+@pytest.fixture(autouse=True)
+def _tiles_of_few_channels(monkeypatch):
+    """Tests have few channels; the interpreter takes as long for those of a tile that aren't there."""
+    monkeypatch.setattr(rows, "TILE", {"TIMES": 128, "CHANNELS": 8, "num_warps": 4})
 
 
 @pytest.fixture(params=["toeplitz", "fft"])
@@ -326,7 +336,9 @@ def test_repeats_itself_bit_for_bit(candidate):
         assert torch.equal(first, second)
 
 
-def test_packing_and_unpacking_are_inverse(candidate):
+@pytest.mark.parametrize("tile", [SHIPPED, {"TIMES": 128, "CHANNELS": 8, "num_warps": 4}], ids=str)
+def test_packing_and_unpacking_are_inverse(candidate, monkeypatch, tile):
+    monkeypatch.setattr(rows, "TILE", tile)
     for x in (torch.randn(3, 70, 5), torch.randn(3, 5, 70).transpose(1, 2), torch.randn(2, 128, 1)):
         plan = Plan({"x": x})
         packed = pack(plan, x)
