@@ -29,12 +29,12 @@ class Copies:
         self.op, self.originals = op, originals
         self.args: list[Any] = []
         self._memory: dict[str, Tensor] = {}
-        self._before: dict[str, TensorList] = {}
+        self._before: dict[str, tuple[list[Tensor], list[int]]] = {}
         for name, original in zip(op.params, originals, strict=True):
             if isinstance(original, TensorList):
                 copies, self._memory[name] = fenced_list(original)
                 self.args.append(TensorList.of(copies, name))
-                self._before[name] = TensorList.of(copies, name)
+                self._before[name] = copies, [t.data_ptr() for t in copies]
             elif isinstance(original, Tensor):
                 self.args.append(fenced(original, shift))
             else:
@@ -55,11 +55,11 @@ class Copies:
                     )
 
     def _check_list(self, name: str, copy: list[Any], original: TensorList, where: str) -> None:
-        before, mutated = self._before[name], name in self.op.mutates
+        (before, addresses), mutated = self._before[name], name in self.op.mutates
         for i, tensor in enumerate(before):
             if len(copy) != len(before) or copy[i] is not tensor:
                 raise Rejected(f"replaces tensors in the list {name} ({where})")
-            moved = tensor.data_ptr() != before.addresses[i]
+            moved = tensor.data_ptr() != addresses[i]
             if moved or tensor.dtype != original.meta.dtype or tensor.shape != original[i].shape:
                 raise Rejected(f"gives {name}[{i}] other memory or another dtype or shape ({where})")
         if not same_memory(self._memory[name], before if mutated else original):

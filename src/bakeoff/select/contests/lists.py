@@ -60,30 +60,37 @@ def drawn_list(flat: Tensor, meta: ListMeta) -> list[Tensor]:
 
 
 def fenced_list(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Copies of tensors, gaps included, with NaN on both sides of each; and the memory they all lie in.
+    """Copies of tensors of one dtype, gaps included, with NaN on both sides of each; and the memory they all
+    lie in.
 
     As far as PyTorch knows, each has a storage of its own, as a model's tensors do.
     """
-    spans = [1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in tensors]
-    starts, end = [], 0
-    for t, span in zip(tensors, spans, strict=True):
-        starts.append(end + GUARD)
-        end += GUARD + -(-span * t.element_size() // _APART) * _APART
-    raw = torch.full((end + GUARD,), NAN, dtype=torch.uint8, device=tensors[0].device)
-    copies = []
-    for t, span, start in zip(tensors, spans, starts, strict=True):
-        if t.numel() == 0:
-            copies.append(torch.empty_like(t))
-            continue
-        inside = raw[start : start + span * t.element_size()].view(t.dtype).as_strided(t.shape, t.stride())
-        copies.append(dlpack.from_dlpack(torch._C._to_dlpack(inside)))
-    torch._foreach_copy_(copies, list(tensors))
-    return copies, raw
+    views, raw = _in_one_memory(tensors)
+    return [v if v.numel() == 0 else dlpack.from_dlpack(torch._C._to_dlpack(v)) for v in views], raw
 
 
 def same_memory(raw: Tensor, tensors: Sequence[Tensor]) -> bool:
     """Whether memory of `fenced_list` holds these tensors bit for bit, and the fences around them stand."""
-    return torch.equal(raw, fenced_list(tensors)[1])
+    return torch.equal(raw, _in_one_memory(tensors)[1])
+
+
+def _in_one_memory(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Copies as views of one memory, which holds NaN elsewhere."""
+    dtype = tensors[0].dtype
+    places, end = [], 0  # in elements
+    guard, apart = GUARD // dtype.itemsize, _APART // dtype.itemsize
+    for t in tensors:
+        span = 1 + sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)])
+        places.append((t.shape, t.stride(), end + guard))
+        end += guard + -(-span // apart) * apart
+    raw = torch.full(((end + guard) * dtype.itemsize,), NAN, dtype=torch.uint8, device=tensors[0].device)
+    elements = raw.view(dtype)
+    views = [
+        elements.as_strided(*place) if t.numel() else torch.empty_like(t)
+        for t, place in zip(tensors, places, strict=True)
+    ]
+    torch._foreach_copy_(views, list(tensors))
+    return views, raw
 
 
 def rows_of(tensors: Sequence[Tensor], meta: ListMeta) -> Tensor:
@@ -94,5 +101,7 @@ def rows_of(tensors: Sequence[Tensor], meta: ListMeta) -> Tensor:
     filler = torch.zeros(width, dtype=dtype, device=device)
     parts = []
     for t in tensors:
-        parts += [t.detach().reshape(-1), filler[: -t.numel() % width]]
+        parts.append(t.detach().reshape(-1))
+        if t.numel() % width:
+            parts.append(filler[: -t.numel() % width])
     return torch.cat(parts).view(-1, width)
