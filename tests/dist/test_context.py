@@ -50,6 +50,16 @@ CUTS = [
     Cut(45, (6, 18), (1, 2), documents=(0, 20, 45), batch=1, heads=(4, 1)),
     Cut(33, (9, 33), (1, 2), uneven=(0.1, 0.15, 0.9), causal=True),  # parts of very different lengths
     Cut(33, (9, 33), (1, 2), uneven=(0.0, 0.5, 0.5), method="ring"),  # some parts are empty
+    Cut(53, (53,), (1,), causal=True, method="balanced"),  # queries are handed over
+    Cut(53, (7, 20, 100), (1, 2, 5), causal=True, heads=(4, 2), method="balanced"),
+    Cut(53, (5, 31), (2, 3), causal=True, method="balanced", heads=(6, 3)),
+    Cut(41, (8, 41), (1, 3), combine_grad="detached", causal=True, method="balanced"),
+    Cut(45, (18, 45), (1, 2), documents=(2, 2, 9, 43, 44), batch=1, causal=True, method="balanced"),
+    Cut(45, (6, 45), (1, 2), documents=(0, 44, 45), batch=1, heads=(4, 1), method="balanced"),
+    Cut(33, (9, 33), (1, 2), uneven=(0.1, 0.15, 0.9), causal=True, method="balanced"),
+    Cut(33, (33,), (1,), uneven=(0.05, 0.9, 0.95), method="balanced"),  # one rank has most of it
+    Cut(33, (9, 33), (1, 2), uneven=(0.0, 0.5, 0.5), causal=True, method="balanced"),
+    Cut(37, (25, 37), (2, 4), phase=((1, 0, 1, 1), (3, 0, 0, 2)), causal=True, method="balanced"),
     Cut(3, (2, 3), (1, 2)),
     Cut(1, (4,), (1,), causal=True),
 ]

@@ -1,8 +1,8 @@
 """Context parallelism: dilated attention over a sequence whose contiguous parts lie on several ranks.
 
 Segments within one part need no communication. Of those that straddle parts, ranks exchange the selected
-rows of keys and values alone, each once, posted before anything is computed (see `remote`), or all tokens of
-some heads (see `ulysses`).
+rows of keys and values alone, each once, posted before anything is computed (see `remote`), or of queries, where
+that evens out their work (see `balance`), or all tokens of some heads (see `ulysses`).
 """
 
 import logging
@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo  # as torch.compiler.disable, which i
 from torch.distributed.device_mesh import DeviceMesh
 
 from bakeoff.ops.dilated_attention.reference import pattern_of
+from bakeoff.parallel.balance import balanced
 from bakeoff.parallel.exchange import Layout
 from bakeoff.parallel.exchange import borders as even
 from bakeoff.parallel.peers import Peers
@@ -55,11 +56,13 @@ def dilated_attention(
         mesh: one dimension of a DeviceMesh, or a process group; all its ranks call this together.
         cu_seqlens: the borders of documents in the whole sequence (B = 1), equal on all ranks; best as
             numbers or on the CPU, since the exchange is planned on the host.
-        return_lse: whether to return the log-sum-exp of this rank's tokens, too. It carries a gradient.
+        return_lse: whether to return the log-sum-exp of this rank's tokens, too; the same on all ranks. It
+            carries a gradient.
         borders: where the parts begin, and the end, ranks + 1 numbers, such as
             `bakeoff.parallel.borders(tokens, ranks)`. By default all parts are as long as this one.
-        method: "exchange", all rows at once; "ring", from one peer at a time; "ulysses", all tokens of some
-            heads by all-to-all; "auto", what `context_plan` says.
+        method: "exchange", all rows at once; "ring", from one peer at a time; "balanced", a ring in which
+            ranks with more work than others hand over queries; "ulysses", all tokens of some heads by
+            all-to-all; "auto", what `context_plan` says.
 
     Returns:
         y [B, L, H, D] in q's dtype, or (y, lse) with lse [B, H, L] in float32 (float64 for float64).
@@ -80,7 +83,9 @@ def dilated_attention(
     layout = _layout(q, k, v, segments, rates, peers, causal, phase, cu_seqlens, borders)
     if combine_grad not in ("exact", "detached"):
         raise ValueError(f"combine_grad is {combine_grad!r}; it is 'exact' or 'detached'")
-    plan = planned(layout, q.shape[0], q.shape[2], q.shape[3], q.element_size(), method)
+    detached = combine_grad == "detached"
+    softmaxes = len(layout.pattern.rates) if detached else 1
+    plan = planned(layout, q.shape[0], q.shape[2], q.shape[3], q.element_size(), method, softmaxes)
     if peers.rank == 0:
         _announce(plan)
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -90,8 +95,10 @@ def dilated_attention(
     elif plan.method == "ulysses":
         y, lse = by_heads(q, k, v, layout, peers, scale, combine_grad, return_lse)
     else:
-        once = plan.method == "exchange"
-        y, lse = by_exchange(q, k, v, layout, peers, scale, combine_grad == "detached", once)
+        y, lse = by_exchange(
+            q, k, v, balanced(layout) if plan.method == "balanced" else layout, peers, scale,
+            detached=detached, once=plan.method == "exchange", return_lse=return_lse,
+        )  # fmt: skip
     return (y, lse) if return_lse and lse is not None else y
 
 
@@ -124,12 +131,14 @@ def context_plan(
     kv_heads: int | None = None,
     causal: bool = False,
     phase: str | Sequence[Sequence[int]] = "mod",
+    combine_grad: str = "exact",
     cu_seqlens: Sequence[int] | None = None,
     batch: int = 1,
     itemsize: int = 2,
     method: str = "auto",
 ) -> ContextPlan:
-    """How `dilated_attention` would run over `ranks` ranks, and how many bytes it would move; runs anywhere.
+    """How `dilated_attention` would run over `ranks` ranks, how many bytes it would move, and how evenly the
+    ranks would work; runs anywhere.
 
     Args:
         tokens: of the whole sequence, cut evenly; or the borders of the parts.
@@ -147,7 +156,8 @@ def context_plan(
     kv_heads = heads if kv_heads is None else kv_heads
     documents = (0, ends[-1]) if cu_seqlens is None else tuple(cu_seqlens)
     layout = Layout(_pattern(segments, rates, phase, kv_heads), ends, documents, causal)
-    return planned(layout, batch, heads, head_dim, itemsize, method)
+    softmaxes = len(layout.pattern.rates) if combine_grad == "detached" else 1
+    return planned(layout, batch, heads, head_dim, itemsize, method, softmaxes)
 
 
 @lru_cache(maxsize=256)
