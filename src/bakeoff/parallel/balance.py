@@ -6,17 +6,20 @@ can be worked on by either. The rank of the queries fetches keys and values, or 
 gets back their accumulator, maximum and sum. One block for each pair of ranks, half of them with the keys:
 that is a round robin, and even. Queries of one block may also be divided between the two.
 
-What that moves, for a block of L queries and L keys of H heads and Hk kv heads, D wide, in 16 bits:
+Bytes that move for a block of L queries and L keys, H heads and Hk kv heads, D wide, in 16 bits:
 
-    keys come      forward  4 L Hk D         backward   4 L Hk D (again) and  8 L Hk D of gradients
-    queries go     forward  6 L H D          backward   6 L H D              4 L H D of gradients
+    keys come      forward  4 L Hk D      backward  4 L Hk D (again) and 8 L Hk D of gradients
+    queries go     forward  6 L H D       backward  6 L H D and 4 L H D of gradients
 
-against 4 L^2 H D and 10 L^2 H D FLOPs: at least 2/3 L FLOPs for each byte forward, whatever the number of
-ranks. Where H = Hk the queries' way is 16 bytes to 16. The other known way is to deal out the sequence anew, two
-chunks a rank, one early and one late (zigzag; Megatron-LM, ring-flash-attention). It moves half of q, k, v, y
-and their gradients once, and all ranks' keys then come to every rank. With many kv heads that is more, with
-few and many ranks less; but it evens out a single causal segment alone. Handing over works for branches, packed
-documents and parts of any lengths, and leaves every token where it is.
+Forward, queries are 2 L H D and float32 accumulators 4 L H D; backward, queries, outputs and their gradients
+go. The block has 4 L^2 H D and 10 L^2 H D FLOPs, so that a handed byte stands for 2/3 L FLOPs forward and L
+backward, over any number of ranks: with 8,192 tokens a rank some 5,500, where NVLink moves a byte in the
+time of 1,000. With H = Hk either way is 16 bytes, and balance is free.
+
+The other known way deals the sequence out anew, two chunks a rank, one early and one late (zigzag). Half of
+q, k, v, y and of their gradients moves once, and then every rank needs the keys of all, not half of them.
+With H = Hk that is more bytes than here; with few kv heads and many ranks it is less. But it evens out only
+one causal segment over equal parts. Handing over also works for branches, documents and parts of any lengths.
 """
 
 import itertools
@@ -28,7 +31,7 @@ from numpy.typing import NDArray
 
 from bakeoff.parallel.exchange import Layout, own_pairs, pairs
 
-__all__ = ["balanced", "even", "work"]
+__all__ = ["balanced", "even", "loads", "work"]
 
 _STEP = 1e-3
 """Of the mean work: what isn't moved any more."""
@@ -71,18 +74,19 @@ def balanced(layout: Layout) -> Layout:
         return layout
     ranks = range(len(whole))
     rows = [[_first(layout, rank, source, int(moved[rank, source])) for source in ranks] for rank in ranks]
-    return layout._replace(handed_from=tuple(map(tuple, rows)))
+    better = layout._replace(handed_from=tuple(map(tuple, rows)))
+    return better if max(loads(better)) < max(loads(layout)) else layout
 
 
 def even(whole: NDArray[np.int64]) -> NDArray[np.int64]:
     """How much of whole[i, j], the work of rank i's queries with rank j's keys, rank i hands over to rank j.
 
-    The busiest rank gives to the least busy one that it shares work with until they are even, again and again.
-    Ends when nothing worth a message is left to give. Small remainders are then left where they were.
+    The busiest rank gives to the least busy one that it shares work with until both are even, again and
+    again, until no step is worth it. Amounts that are then too small for a message stay where they were.
 
     Example:
-        >>> even(np.array([[1, 0, 0], [2, 1, 0], [2, 2, 1]]))[2].tolist()  # 1, 3, 5: the last gives the first 2
-        [2, 0, 0]
+        >>> even(np.array([[1, 0, 0], [2, 1, 0], [2, 2, 1]])).tolist()  # of 1, 3 and 5 the last gives 2
+        [[0, 0, 0], [0, 0, 0], [2, 0, 0]]
     """
     ranks, mean = len(whole), whole.sum() / len(whole)
     left, load = whole.copy(), whole.sum(1)
@@ -108,13 +112,15 @@ def even(whole: NDArray[np.int64]) -> NDArray[np.int64]:
 def _first(layout: Layout, rank: int, source: int, amount: int) -> int:
     """The token of `rank` from which on the queries have about `amount` pairs with keys of `source`.
 
-    Up to it every head selects as many rows as the others, so that attention kernels can take what they could.
+    Up to it all heads select equally many rows, so that attention kernels can still take the blocks.
     """
     low, end = layout.part(rank)
+    if not amount:
+        return end
     unit = math.lcm(*layout.pattern.rates)
     first, last = 0, -(-(end - low) // unit)  # in units; `last` has too little
     while last - first > 1:
         middle = (first + last) // 2
         enough = pairs(layout, source, low + middle * unit, end).sum() >= amount
         first, last = (middle, last) if enough else (first, middle)
-    return low + first * unit if amount else end
+    return low + first * unit

@@ -219,8 +219,8 @@ def add_own(x: Tensor, rows: Rows, part: Tensor) -> None:
 
 
 def add_keys(x: Tensor, rows: Rows, part: Tensor) -> None:
-    """Adds [segments, kv heads, rows, B, D] to x [B, tokens, kv heads, D] where a block's keys are own tokens,
-    and its queries are not."""
+    """Adds [segments, kv heads, rows, B, D] to x [B, tokens, kv heads, D] where a block's keys are own
+    tokens, and its queries are not."""
     _add_at(x, _by_head(rows.keys, x.shape[2]), part.permute(3, 0, 1, 2, 4))
 
 

@@ -1,8 +1,8 @@
 """Context parallelism: dilated attention over a sequence whose contiguous parts lie on several ranks.
 
 Segments within one part need no communication. Of those that straddle parts, ranks exchange the selected
-rows of keys and values alone, each once, posted before anything is computed (see `remote`), or of queries, where
-that evens out their work (see `balance`), or all tokens of some heads (see `ulysses`).
+rows of keys and values alone, each once, posted before anything is computed (see `remote`); or also rows of
+queries, where that evens out their work (see `balance`); or all tokens of some heads (see `ulysses`).
 """
 
 import logging

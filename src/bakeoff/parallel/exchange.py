@@ -9,7 +9,7 @@ import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,8 @@ PAD = -1
 
 
 class Layout(NamedTuple):
-    """What all ranks know of a call: the pattern, where parts and documents begin and end, the mask, and which
-    queries ranks hand over."""
+    """What all ranks know of a call: the pattern, where parts and documents begin and end, the mask, and
+    which queries are handed over."""
 
     pattern: Pattern
     borders: tuple[int, ...]
@@ -47,8 +47,8 @@ class Layout(NamedTuple):
     """Document i is tokens documents[i] to documents[i + 1]; tokens outside all see nothing."""
     causal: bool
     handed_from: tuple[tuple[int, ...], ...] = ()
-    """The queries of rank i from token handed_from[i][j] on meet the keys of rank j there, not here (see
-    `balance`); empty where no rank hands over any."""
+    """Rank i hands over its queries from token handed_from[i][j] on to rank j, which attends them to its own
+    keys (see `balance`). Empty where no rank does."""
 
     @property
     def tokens(self) -> int:
@@ -75,7 +75,7 @@ class Layout(NamedTuple):
         return self.borders[rank], self.borders[rank + 1]
 
     def handed_part(self, rank: int, source: int) -> tuple[int, int]:
-        """The tokens of `rank` whose queries meet the keys of `source` there: first, and one past the last."""
+        """The tokens of `rank` whose queries are handed over to `source`: first, and one past the last."""
         _, end = self.part(rank)
         return (self.handed_from[rank][source] if self.handed_from else end), end
 
@@ -133,8 +133,7 @@ def needs(layout: Layout, rank: int, source: int) -> Needs:
 
 def number_needed(layout: Layout, rank: int, source: int) -> int:
     """How many rows `needs` has; kept nowhere, as a plan asks for all pairs of ranks."""
-    keys = (block.keys for block in _kept(layout, rank, source))
-    return int(_marked(layout, layout.part(source), keys).sum())
+    return _number(layout, source, layout.part(rank)[0], layout.handed_part(rank, source)[0], "keys")
 
 
 @lru_cache(maxsize=256)
@@ -148,9 +147,7 @@ def handed(layout: Layout, rank: int, source: int) -> Needs:
 
 def number_handed(layout: Layout, rank: int, source: int) -> int:
     """How many rows `handed` has."""
-    part = layout.handed_part(rank, source)
-    queries = (block.queries for block in _blocks(layout, source, *part))
-    return int(_marked(layout, part, queries).sum())
+    return _number(layout, source, *layout.handed_part(rank, source), "queries")
 
 
 def own_pairs(layout: Layout, rank: int) -> Ints:
@@ -175,6 +172,20 @@ def pairs(layout: Layout, source: int, low: int, high: int) -> Ints:
         _, queries = _counts(start, end, low, high, r, phases)
         found += queries * _counts(start, end, *layout.part(source), r, phases)[1]
     return found
+
+
+def _number(layout: Layout, source: int, low: int, high: int, what: Literal["queries", "keys"]) -> int:
+    """How many rows of queries or of keys the blocks of `_blocks` have."""
+    parts = {"queries": (low, high), "keys": layout.part(source)}
+    shared = list(itertools.islice(_shared(layout, source, low, high), 2))
+    if len(shared) > 1:  # which may have rows in common
+        found = (getattr(block, what) for block in _blocks(layout, source, low, high))
+        return int(_marked(layout, parts[what], found).sum())
+    total = 0
+    for _, (start, end), r, phases in shared:
+        counts = {name: _counts(start, end, *part, r, phases)[1] for name, part in parts.items()}
+        total += int(counts[what][(counts["queries"] > 0) & (counts["keys"] > 0)].sum())
+    return total
 
 
 def _kept(layout: Layout, rank: int, source: int) -> Iterator[Block]:

@@ -1,7 +1,7 @@
 """Work that a rank does for another: attention of queries that come to its own keys.
 
-Forward returns each row's accumulator, maximum and sum, backward the gradient of the query, all in float32. Of
-their keys and values this rank keeps the gradients itself.
+Forward returns each row's accumulator, maximum and sum, backward the gradient of the query, all in float32.
+The gradients of the keys and values stay here.
 """
 
 from collections.abc import Sequence
@@ -57,13 +57,14 @@ def told(q: Tensor, slopes: Slopes, outputs: Tensor | None) -> dict[Kind, Sequen
 
 
 def answered_back(
-    layout: Layout, user: int, rank: int, sent: Tensor, statistics: Tensor, k: Tensor, v: Tensor, scale: float,
-    dk: Tensor, dv: Tensor,
+    layout: Layout, user: int, rank: int, sent: Tensor, statistics: Tensor, k: Tensor, v: Tensor,
+    scale: float, dk: Tensor, dv: Tensor,
 ) -> Tensor:  # fmt: skip
     """The gradients of the queries of `user`, [rows, B, queries a kv head, D] in float32; adds to dk and dv.
 
     Args:
-        sent: [rows, 2 or 3, B, queries a kv head, D]: queries, gradients of y, outputs where kernels take them.
+        sent: [rows, 2 or 3, B, queries a kv head, D]: queries, gradients of y, and outputs if kernels may
+            take the blocks.
         statistics: [rows, 1 + softmaxes, B, queries a kv head, 1]: lse and deltas.
     """
     found = handed_rows(layout, user, rank, k.device)
@@ -89,8 +90,8 @@ def add_gradients(dq: Tensor, layout: Layout, rank: int, answer: Arrival) -> Non
 
 
 def _spread(layout: Layout, user: int, rank: int, sent: Tensor, found: Sequence[Rows]) -> list[Tensor]:
-    """Each tensor of [rows, tensors, B, ...] as [B, tokens, kv heads, ...] of the tokens handed over, with one
-    more for missing rows. What wasn't sent is 0, and nothing reads it."""
+    """Each tensor of [rows, tensors, B, ...] as [B, tokens, kv heads, ...] of the tokens handed over, with
+    one more for missing rows. What wasn't sent is 0, and nothing reads it."""
     first, end = layout.handed_part(user, rank)
     spare = int(not all(rows.whole for rows in found))
     t, h = places_of(layout, user, rank, sent.device)

@@ -93,8 +93,8 @@ class Peers:
         dv[:, t, h] += rows[:, 1].transpose(0, 1)
 
     def hand_over(self, layout: Layout, step: int, tensors: Sequence[Tensor], kind: Kind) -> Arrival:
-        """Posts the rows of `tensors`, each [B, L, heads, ...], that the rank before works on; those that this
-        rank works on arrive, [rows, tensors, B, ...]."""
+        """Posts the rows of `tensors`, each [B, L, heads, ...], that the rank before works on; those that
+        this rank works on arrive, [rows, tensors, B, ...]."""
         user, source = self.behind(step), self.before(step)
         t, h = local_places(layout, self.rank, source, tensors[0].device)
         sent = torch.stack([x[:, t, h] for x in tensors], 1).transpose(0, 2).contiguous()
@@ -102,8 +102,8 @@ class Peers:
         return self._one((source, sent, user), out, step, kind)
 
     def answer(self, layout: Layout, step: int, results: Tensor) -> Arrival:
-        """Posts what this rank made, [rows, ...], of the rows that `hand_over` brought in `step`; what the rank
-        before made of own rows arrives."""
+        """Posts what this rank made, [rows, ...], of the rows that `hand_over` brought in `step`; what the
+        rank before made of own rows arrives."""
         source = self.before(step)
         out = results.new_empty((len(handed(layout, self.rank, source).rows), *results.shape[1:]))
         return self._one((self.behind(step), results, source), out, step, Kind.RESULTS)

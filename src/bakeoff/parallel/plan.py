@@ -1,7 +1,8 @@
-"""How many bytes context parallelism moves, how evenly ranks work, and by which method, before anything runs."""
+"""How many bytes context parallelism moves, how evenly ranks work, and by which method, before it runs."""
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -18,6 +19,8 @@ METHODS = ("exchange", "ring", "balanced", "ulysses")
 _FLOPS_A_BYTE = 1000
 """That a rank does in the time in which a byte arrives: some 450 TFLOP/s of an H100 with gradients, and
 450 GB/s over NVLink."""
+_HANDED_OVER = 1.1
+"""What handing over queries is taken to cost, by what is counted: it also packs, spreads and adds up rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +120,8 @@ class _Sizes:
 def planned(
     layout: Layout, batch: int, heads: int, head_dim: int, itemsize: int, method: str, softmaxes: int = 1
 ) -> ContextPlan:
-    """The plan of a call; equal on all ranks. `softmaxes`: of a query, 1, or as many as branches if weights of
-    the mixture are detached.
+    """The plan of a call; equal on all ranks. A query has one softmax, or one for each branch where weights
+    of the mixture are detached.
 
     Raises:
         ValueError: an unknown method, or "ulysses" with heads that the ranks don't divide.
@@ -126,10 +129,11 @@ def planned(
     ranks, kv_heads = len(layout.borders) - 1, layout.heads
     sizes = _Sizes(batch, heads // kv_heads, head_dim, itemsize, softmaxes)
     keys = _counted(layout, number_needed)
-    most, lent = int(keys.sum(1).max()), int(keys.sum(0).max())
+    asked, lent = keys.sum(1) * sizes.keys, keys.sum(0) * sizes.key_gradients
+    most = int(keys.sum(1).max())
     volumes = {
-        "exchange": Volume(most * sizes.keys, lent * sizes.key_gradients),
-        "ring": Volume(most * sizes.keys, most * sizes.keys + lent * sizes.key_gradients),
+        "exchange": Volume(int(asked.max()), int(lent.max())),
+        "ring": Volume(int(asked.max()), int((asked + lent).max())),
     }
     own = loads(layout)
     counts = {"exchange": own, "ring": own}
@@ -185,9 +189,11 @@ def _of_balanced(layout: Layout, sizes: _Sizes) -> Volume:
 
 
 def _chosen(costs: dict[str, float], *, fits: bool) -> str:
-    """What takes least, of work and bytes; rows that exceed a rank's own part come from one peer at a time."""
-    names = ["exchange" if fits else "ring", "balanced", "ulysses"]
-    return min((name for name in names if name in costs), key=lambda name: costs[name])
+    """What takes least, work and bytes together; rows that exceed a rank's own part come peer by peer."""
+    plain = "exchange" if fits else "ring"
+    offers = {plain: costs[plain], "balanced": costs.get("balanced", math.inf) * _HANDED_OVER}
+    offers["ulysses"] = costs.get("ulysses", math.inf)
+    return min(offers, key=offers.__getitem__)
 
 
 def _megabytes(count: int) -> str:

@@ -21,7 +21,9 @@ def own_rows(layout: Layout, rank: int, device: torch.device) -> tuple[Rows, ...
     def at(block: Block) -> NDArray[np.int64]:
         return np.where(block.keys == PAD, end - first, block.keys - first)
 
-    return tuple(_rows(layout, layout.part(rank), block, at(block), device) for block in own_blocks(layout, rank))
+    return tuple(
+        _rows(layout, layout.part(rank), block, at(block), device) for block in own_blocks(layout, rank)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -39,7 +41,8 @@ def remote_rows(layout: Layout, rank: int, source: int, device: torch.device) ->
 
 @lru_cache(maxsize=256)
 def handed_rows(layout: Layout, user: int, rank: int, device: torch.device) -> tuple[Rows, ...]:
-    """The blocks that `rank` works on for `user`: queries from the first of `Layout.handed_part` on, own keys."""
+    """The blocks that `rank` works on for `user`: queries counted from the first of `Layout.handed_part`, and
+    own keys."""
     part, (first, end) = layout.handed_part(user, rank), layout.part(rank)
 
     def at(block: Block) -> NDArray[np.int64]:
