@@ -146,10 +146,10 @@ def context_plan(
 
     Example:
         >>> print(context_plan(1 << 17, 8, heads=16, head_dim=128, segments=(2048, 32768), rates=(1, 12)))
-        received by the busiest rank
-        > exchange: 11.2 MB forward, 22.4 MB backward
-          ring: 11.2 MB forward, 33.6 MB backward
-          ulysses: 234.9 MB forward, 234.9 MB backward
+        received by the busiest rank; the most work of a rank by the mean
+        > exchange: 11.2 MB forward, 22.4 MB backward; 1.00
+          ring: 11.2 MB forward, 33.6 MB backward; 1.00
+          ulysses: 234.9 MB forward, 234.9 MB backward; 1.00
           dense ring attention: 939.5 MB forward, 2,818.6 MB backward
     """
     ends = even(tokens, ranks) if isinstance(tokens, int) else tuple(tokens)
