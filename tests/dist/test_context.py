@@ -326,13 +326,14 @@ def bytes_as_planned(rank: int, patch: pytest.MonkeyPatch) -> None:
         assert max(plan.shares["balanced"]) < max(plan.shares["ring"])
         for method in ("exchange", "ring", "balanced"):
             inputs = [x[:, ends[rank] : ends[rank + 1]].clone().requires_grad_() for x in tensors[:3]]
+            arguments = 8 * 15 * (world - 1)  # which ranks compare before the first call
             heard[0] = 0
             y = dilated_attention(
                 *inputs, cut.segments, cut.rates, mesh=dist.group.WORLD, causal=True, borders=ends,
                 combine_grad=cut.combine_grad, method=method,
             )  # fmt: skip
             assert isinstance(y, Tensor)
-            forward, heard[0] = heard[0], 0
+            forward, heard[0] = heard[0] - arguments, 0
             torch.autograd.grad(y.float().sum(), inputs)
             most = torch.tensor([forward, heard[0]])
             dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -347,6 +348,63 @@ def bytes_are_as_planned(rank: int) -> None:
 
 def test_what_moves_is_what_the_plan_says(ranks: Ranks) -> None:
     ranks(3, bytes_are_as_planned)
+
+
+def different(rank: int) -> None:
+    """The middle one of three ranks passes something else; all are told, and can go on."""
+    group = dist.group.WORLD
+    assert group is not None
+    for name, others, its in (
+        ("causal", {}, {"causal": True}),
+        ("segments", {}, {"segments": (12,)}),
+        ("rates", {}, {"rates": (2,)}),
+        ("phase", {"rates": (2,)}, {"rates": (2,), "phase": ((1,) * 4,)}),
+        ("method", {}, {"method": "ring"}),
+        ("scale", {}, {"scale": 0.5}),
+        ("return_lse", {"method": "balanced"}, {"method": "balanced", "return_lse": True}),
+        ("combine_grad", {}, {"combine_grad": "detached"}),
+        ("cu_seqlens", {"cu_seqlens": (0, 24)}, {"cu_seqlens": (0, 20)}),
+        ("dtype", {}, {"dtype": torch.float64}),
+        ("dtype", {"method": "ulysses", "heads": 6}, {"method": "ulysses", "heads": 6, "dtype": torch.bfloat16}),
+        ("heads", {}, {"heads": 2}),
+        ("borders", {}, {"tokens": 6}),
+    ):  # fmt: skip
+        options: dict[str, Any] = {"segments": (24,), "rates": (1,), "method": "exchange"}
+        options |= its if rank == 1 else others
+        shape = 1, options.pop("tokens", 8), options.pop("heads", 4), 8
+        x = torch.randn(shape, dtype=options.pop("dtype", torch.float32))
+        with pytest.raises(ValueError, match=rf"of the mesh passed another {name} than rank {rank}, which"):
+            dilated_attention(x, x, x, options.pop("segments"), options.pop("rates"), mesh=group, **options)
+    x = torch.randn(1, 8, 4, 8)
+    attention(x, x, x, mesh=group, causal=True, method="balanced")
+
+
+def test_ranks_that_pass_different_arguments_are_told(ranks: Ranks) -> None:
+    ranks(3, different)
+
+
+def lost_in_backward(rank: int) -> None:
+    x = torch.randn(1, 16, 2, 8, requires_grad=True)
+    y = attention(x, x, x, mesh=dist.group.WORLD, causal=True, method="balanced")
+    assert isinstance(y, Tensor)
+    twice = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        twice.sum().backward()
+    compiled = torch.compile(
+        lambda x: attention(x, x, x, mesh=dist.group.WORLD, causal=True, method="balanced") * 2, backend="eager"
+    )
+    assert torch.equal(compiled(x), 2 * y)
+    if rank == 1:
+        os._exit(0)
+    time.sleep(1)
+    with pytest.raises(RankError, match="rank 1 of the mesh was lost in the exchange"):
+        y.sum().backward()
+    time.sleep(2)
+    os._exit(0)
+
+
+def test_a_rank_lost_in_backward_is_named(ranks: Ranks) -> None:
+    ranks(3, lost_in_backward)
 
 
 def killed(rank: int) -> None:

@@ -68,7 +68,8 @@ def dilated_attention(
         y [B, L, H, D] in q's dtype, or (y, lse) with lse [B, H, L] in float32 (float64 for float64).
 
     Raises:
-        ValueError: shapes, branches, borders or a method that don't fit.
+        ValueError: shapes, branches, borders or a method that don't fit; arguments that differ from another
+            rank's, found before anything else is sent.
         RankError: a rank was lost in the exchange; the message names it, or the watch of
             `bakeoff.parallel.joined` does.
 
@@ -92,7 +93,15 @@ def dilated_attention(
     if layout.local and q.shape[1] and method == "auto":
         part, phases = layout.part(peers.rank), layout.pattern.phases
         y, lse = attended(q, k, v, layout, part, phases, scale, combine_grad, return_lse=return_lse)
-    elif plan.method == "ulysses":
+        return (y, lse) if return_lse and lse is not None else y
+    if not layout.local or plan.method == "ulysses":
+        peers.agree(
+            q.device, borders=layout.borders, dtype=q.dtype, batch=q.shape[0], heads=(q.shape[2], k.shape[2]),
+            head_dim=q.shape[3], segments=layout.pattern.segments, rates=layout.pattern.rates,
+            phase=layout.pattern.phases, causal=bool(causal), cu_seqlens=layout.documents,
+            combine_grad=combine_grad, scale=float(scale), return_lse=bool(return_lse), method=plan.method,
+        )  # fmt: skip
+    if plan.method == "ulysses":
         y, lse = by_heads(q, k, v, layout, peers, scale, combine_grad, return_lse)
     else:
         y, lse = by_exchange(
@@ -152,7 +161,7 @@ def context_plan(
           ulysses: 234.9 MB forward, 234.9 MB backward; 1.00
           dense ring attention: 939.5 MB forward, 2,818.6 MB backward
     """
-    ends = even(tokens, ranks) if isinstance(tokens, int) else tuple(tokens)
+    ends = even(tokens, ranks) if isinstance(tokens, int) else tuple(map(int, tokens))
     kv_heads = heads if kv_heads is None else kv_heads
     documents = (0, ends[-1]) if cu_seqlens is None else tuple(cu_seqlens)
     layout = Layout(_pattern(segments, rates, phase, kv_heads), ends, documents, causal)
@@ -198,7 +207,11 @@ def _layout(
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} heads of q are no multiple of {k.shape[2]} kv heads")
-    ends = tuple(q.shape[1] * rank for rank in range(peers.size + 1)) if borders is None else tuple(borders)
+    ends = (
+        tuple(q.shape[1] * rank for rank in range(peers.size + 1))
+        if borders is None
+        else tuple(map(int, borders))
+    )
     if len(ends) != peers.size + 1 or ends[0] != 0 or list(ends) != sorted(ends):
         raise ValueError(
             f"borders are {ends}; expected {peers.size + 1} numbers from 0 to all tokens, not decreasing"
@@ -212,7 +225,8 @@ def _layout(
     if cu_seqlens is None:
         documents: tuple[int, ...] = (0, ends[-1])
     else:
-        documents = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
+        numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+        documents = tuple(map(int, numbers))
         if (
             q.shape[0] != 1
             or list(documents) != sorted(documents)

@@ -2,7 +2,8 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 import torch
@@ -24,6 +25,11 @@ class Kind(enum.IntEnum):
     QUERIES = 2
     STATISTICS = 3
     RESULTS = 4
+    ARGUMENTS = 5
+
+
+_agreed: dict[dist.ProcessGroup, set[int]] = {}
+"""What ranks have called with. Never forgotten: a rank that remembers less than another would wait for it."""
 
 
 @dataclasses.dataclass
@@ -67,6 +73,29 @@ class Peers:
         if self.rank < 0:
             raise ValueError("this process is no rank of the mesh; only those of it call this")
         _joined(mesh)
+
+    def agree(self, device: torch.device, **arguments: Hashable) -> None:
+        """Compares what all ranks call with, once for each set of arguments.
+
+        Raises:
+            ValueError: another rank passed something else; the message names the rank and the argument.
+        """
+        seen = _agreed.setdefault(self.group, set())
+        digests = _digests(tuple(arguments.values()))
+        if digests[-1] in seen:
+            return
+        mine = torch.tensor(digests, device=device)
+        steps = range(1, self.size)
+        pairs = [(self.behind(step), mine, self.before(step)) for step in steps]
+        arrivals = self._post(pairs, [torch.empty_like(mine) for _ in steps], steps, Kind.ARGUMENTS)
+        for source, theirs in [(arrival.source, arrival.wait().tolist()) for arrival in arrivals]:
+            for (name, value), one, two in zip(arguments.items(), digests, theirs, strict=False):
+                if one != two:
+                    raise ValueError(
+                        f"rank {source} of the mesh passed another {name} than rank {self.rank}, which "
+                        f"passed {value}; all ranks call this with the same arguments"
+                    )
+        seen.add(digests[-1])
 
     def send_rows(self, layout: Layout, k: Tensor, v: Tensor, steps: Sequence[int]) -> list[Arrival]:
         """Posts the exchange of `steps`: rows of k and v [B, L, heads, D] that others need, in one buffer."""
@@ -157,6 +186,13 @@ class Peers:
 def _places(layout: Layout, user: int, owner: int, device: torch.device) -> tuple[Tensor, Tensor]:
     rows = torch.from_numpy(needs(layout, user, owner).rows).to(device)
     return rows // layout.heads, rows % layout.heads
+
+
+@lru_cache(maxsize=256)
+def _digests(values: tuple[Hashable, ...]) -> tuple[int, ...]:
+    """Of each value, and of all."""
+    texts = [*map(repr, values), repr(values)]
+    return tuple(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()) for text in texts)
 
 
 @lru_cache(maxsize=64)
