@@ -122,7 +122,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Dense attention over all ranks' tokens: `dilated_attention` with one branch, the whole sequence.
 
-    Where keys and values of the others exceed a part they come from one rank at a time: ring attention.
+    Where keys and values of the others exceed a part they come from one rank at a time: ring attention. With
+    a causal mask early ranks then may work on queries of late ones, too.
     """
     ends = options.get("borders")
     tokens = ends[-1] if ends else q.shape[1] * Peers(mesh).size
