@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,11 @@ def _rank(
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> Callable[..., None]:
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Run a function on several ranks; each has a table cache of its own."""
+    # The process that ranks are forked off imports this checkout, as pytest does, and no installed one.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    forkserver.ensure_running()
 
     def run(world: int, body: Callable[..., None], *args: Any) -> None:
         with tempfile.TemporaryDirectory(dir=tmp_path) as folder:

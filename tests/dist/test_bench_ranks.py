@@ -23,7 +23,7 @@ def attended(rank: int, out: Path) -> None:
 def test_context_is_compared_with_one_device(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, attended, tmp_path / "context.json")
     rows = [msgspec.convert(row, ContextRow) for row in json.loads((tmp_path / "context.json").read_text())["rows"]]
-    assert [row.method for row in rows] == ["alone", "exchange", "ring", "ulysses"]
+    assert [row.method for row in rows] == ["alone", "exchange", "ring", "balanced", "ulysses"]
     for row in rows:
         assert row.reason == ""
         assert row.forward_us is not None

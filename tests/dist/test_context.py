@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 from bakeoff.attention_backends.rows import BACKENDS, Backend
-from bakeoff.parallel import RankError, attention, blocks, borders, dilated_attention
+from bakeoff.parallel import RankError, attention, blocks, borders, context_plan, dilated_attention
 
 Ranks = Callable[..., None]
 
@@ -50,6 +51,16 @@ CUTS = [
     Cut(45, (6, 18), (1, 2), documents=(0, 20, 45), batch=1, heads=(4, 1)),
     Cut(33, (9, 33), (1, 2), uneven=(0.1, 0.15, 0.9), causal=True),  # parts of very different lengths
     Cut(33, (9, 33), (1, 2), uneven=(0.0, 0.5, 0.5), method="ring"),  # some parts are empty
+    Cut(53, (53,), (1,), causal=True, method="balanced"),  # queries are handed over
+    Cut(53, (7, 20, 100), (1, 2, 5), causal=True, heads=(4, 2), method="balanced"),
+    Cut(53, (5, 31), (2, 3), causal=True, method="balanced", heads=(6, 3)),
+    Cut(41, (8, 41), (1, 3), combine_grad="detached", causal=True, method="balanced"),
+    Cut(45, (18, 45), (1, 2), documents=(2, 2, 9, 43, 44), batch=1, causal=True, method="balanced"),
+    Cut(45, (6, 45), (1, 2), documents=(0, 44, 45), batch=1, heads=(4, 1), method="balanced"),
+    Cut(33, (9, 33), (1, 2), uneven=(0.1, 0.15, 0.9), causal=True, method="balanced"),
+    Cut(33, (33,), (1,), uneven=(0.05, 0.9, 0.95), method="balanced"),  # one rank has most of it
+    Cut(33, (9, 33), (1, 2), uneven=(0.0, 0.5, 0.5), causal=True, method="balanced"),
+    Cut(37, (25, 37), (2, 4), phase=((1, 0, 1, 1), (3, 0, 0, 2)), causal=True, method="balanced"),
     Cut(3, (2, 3), (1, 2)),
     Cut(1, (4,), (1,), causal=True),
 ]
@@ -137,6 +148,7 @@ def by_kernels(rank: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "kernel", lambda q: "counted")
+        patch.setattr(blocks, "narrow", lambda dtype: True)  # of handed queries, outputs go along
         patch.setitem(BACKENDS, "counted", Backend(forward, BACKENDS["math"].backward))
         for cut in CUTS:
             ends = ends_of(cut, dist.get_world_size())
@@ -186,28 +198,34 @@ def other_properties(rank: int) -> None:
 
     # Bit by bit the same again, and in a ring.
     first = in_parts(cut, tensors, low, high, ends)
-    for method in ("exchange", "ring"):
+    handing = in_parts(cut, tensors, low, high, ends, method="balanced")
+    for method, wanted in (("exchange", first), ("ring", first), ("balanced", handing)):
         again = in_parts(cut, tensors, low, high, ends, method=method)
-        assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True)), method
+        assert all(torch.equal(one, two) for one, two in zip(wanted, again, strict=True)), method
 
     # The future changes nothing.
     future = [x.clone() for x in tensors]
     for x in future[:3]:
         x[:, ends[1] :] = 9.0
-    if rank == 0:
-        assert torch.equal(in_parts(cut, future, low, high, ends)[0], first[0])
-    else:
-        in_parts(cut, future, low, high, ends)
+    for method, wanted in (("exchange", first), ("balanced", handing)):
+        y = in_parts(cut, future, low, high, ends, method=method)[0]
+        assert rank > 0 or torch.equal(y, wanted[0]), method
 
     # bfloat16 is rounded at the end, and what kernels make of own rows before that.
     half = drawn(cut, torch.bfloat16)
-    exact = whole(cut, half)[0][:, low:high]
-    y = in_parts(cut, half, low, high, ends)[0]
-    assert y.dtype == torch.bfloat16
+    exact = whole(cut, half)[0]
     mine = torch.zeros_like(half[2])
     mine[:, low:high] = half[2][:, low:high]
     own = whole(cut, [*half[:2], mine, *half[3:]])[0][:, low:high]  # what own values give
-    assert ((y.double() - exact).abs() <= (exact.abs() + own.abs()) * 2**-8 + 1e-6).all()
+    for method in ("exchange", "balanced"):
+        y, *found = in_parts(cut, half, low, high, ends, method=method, return_lse=False)
+        assert y.dtype == torch.bfloat16
+        error = (y.double() - exact[:, low:high]).abs()
+        assert (error <= (exact[:, low:high].abs() + own.abs()) * 2**-8 + 1e-6).all(), method
+        exact_gradients = whole(cut, [*half[:4], torch.zeros_like(half[4])])[2:]
+        for one, two in zip(found, exact_gradients, strict=True):
+            assert one.dtype == torch.bfloat16
+            assert (one.double() - two[:, low:high]).norm() <= 2**-7 * two[:, low:high].norm(), method
 
     # Dense attention, over a mesh.
     q, k, v = (x[:, low:high] for x in tensors[:3])
@@ -215,6 +233,20 @@ def other_properties(rank: int) -> None:
         *(x.double().transpose(1, 2) for x in tensors[:3]), is_causal=True
     ).transpose(1, 2)
     near(attention(q, k, v, mesh=mesh, causal=True), dense[:, low:high], "dense")  # type: ignore[arg-type]
+
+    # Without gradients nothing is handed back, with a checkpoint forward runs again; either is the same.
+    with torch.no_grad():
+        y = dilated_attention(q, k, v, (10, 40), (1, 2), mesh=mesh, causal=True, method="balanced")
+    assert torch.equal(y, handing[0])  # type: ignore[arg-type]
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def attend(*x: Tensor) -> Any:
+        return dilated_attention(*x, (10, 40), (1, 2), mesh=mesh, causal=True, method="balanced")
+
+    dy = tensors[3][:, low:high]
+    wanted = torch.autograd.grad((attend(*inputs) * dy).sum(), inputs)
+    again = torch.autograd.grad((checkpoint(attend, *inputs, use_reentrant=False) * dy).sum(), inputs)
+    assert all(torch.equal(one, two) for one, two in zip(wanted, again, strict=True))
 
     # Without gradients nothing is kept, and only some inputs may want theirs.
     with torch.no_grad():
@@ -267,6 +299,112 @@ def other_properties(rank: int) -> None:
 
 def test_other_properties(ranks: Ranks) -> None:
     ranks(2, other_properties)
+
+
+def bytes_as_planned(rank: int, patch: pytest.MonkeyPatch) -> None:
+    """The busiest rank receives what the plan says, forward and backward."""
+    world, heard = dist.get_world_size(), [0]
+    post = dist.batch_isend_irecv
+
+    def counted(ops: list[dist.P2POp]) -> list[dist.Work]:
+        heard[0] += sum(op.tensor.numel() * op.tensor.element_size() for op in ops if op.op is dist.irecv)
+        return post(ops)
+
+    patch.setattr(dist, "batch_isend_irecv", counted)
+    for cut, dtype in (
+        (Cut(61, (61,), (1,), causal=True, heads=(4, 2)), torch.float32),
+        (Cut(61, (61,), (1,), causal=True, heads=(4, 2)), torch.bfloat16),
+        (Cut(64, (8, 32, 64), (1, 2, 4), causal=True), torch.bfloat16),
+        (Cut(64, (32, 64), (1, 2), causal=True, combine_grad="detached"), torch.bfloat16),
+    ):
+        ends = borders(cut.tokens, world)
+        tensors = drawn(cut, dtype)
+        plan = context_plan(
+            cut.tokens, world, cut.heads[0], 8, cut.segments, cut.rates, kv_heads=cut.heads[1], causal=True,
+            combine_grad=cut.combine_grad, batch=cut.batch, itemsize=dtype.itemsize, method="balanced",
+        )  # fmt: skip
+        assert max(plan.shares["balanced"]) < max(plan.shares["ring"])
+        for method in ("exchange", "ring", "balanced"):
+            inputs = [x[:, ends[rank] : ends[rank + 1]].clone().requires_grad_() for x in tensors[:3]]
+            arguments = 8 * 15 * (world - 1)  # which ranks compare before the first call
+            heard[0] = 0
+            y = dilated_attention(
+                *inputs, cut.segments, cut.rates, mesh=dist.group.WORLD, causal=True, borders=ends,
+                combine_grad=cut.combine_grad, method=method,
+            )  # fmt: skip
+            assert isinstance(y, Tensor)
+            forward, heard[0] = heard[0] - arguments, 0
+            torch.autograd.grad(y.float().sum(), inputs)
+            most = torch.tensor([forward, heard[0]])
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            volume = plan.volumes[method]
+            assert most.tolist() == [volume.forward, volume.backward], (cut, dtype, method)
+
+
+def bytes_are_as_planned(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        bytes_as_planned(rank, patch)
+
+
+def test_what_moves_is_what_the_plan_says(ranks: Ranks) -> None:
+    ranks(3, bytes_are_as_planned)
+
+
+def different(rank: int) -> None:
+    """The middle one of three ranks passes something else; all are told, and can go on."""
+    group = dist.group.WORLD
+    assert group is not None
+    for name, others, its in (
+        ("causal", {}, {"causal": True}),
+        ("segments", {}, {"segments": (12,)}),
+        ("rates", {}, {"rates": (2,)}),
+        ("phase", {"rates": (2,)}, {"rates": (2,), "phase": ((1,) * 4,)}),
+        ("method", {}, {"method": "ring"}),
+        ("scale", {}, {"scale": 0.5}),
+        ("return_lse", {"method": "balanced"}, {"method": "balanced", "return_lse": True}),
+        ("combine_grad", {}, {"combine_grad": "detached"}),
+        ("cu_seqlens", {"cu_seqlens": (0, 24)}, {"cu_seqlens": (0, 20)}),
+        ("dtype", {}, {"dtype": torch.float64}),
+        ("dtype", {"method": "ulysses", "heads": 6}, {"method": "ulysses", "heads": 6, "dtype": torch.bfloat16}),
+        ("heads", {}, {"heads": 2}),
+        ("borders", {}, {"tokens": 6}),
+    ):  # fmt: skip
+        options: dict[str, Any] = {"segments": (24,), "rates": (1,), "method": "exchange"}
+        options |= its if rank == 1 else others
+        shape = 1, options.pop("tokens", 8), options.pop("heads", 4), 8
+        x = torch.randn(shape, dtype=options.pop("dtype", torch.float32))
+        with pytest.raises(ValueError, match=rf"of the mesh passed another {name} than rank {rank}, which"):
+            dilated_attention(x, x, x, options.pop("segments"), options.pop("rates"), mesh=group, **options)
+    x = torch.randn(1, 8, 4, 8)
+    attention(x, x, x, mesh=group, causal=True, method="balanced")
+
+
+def test_ranks_that_pass_different_arguments_are_told(ranks: Ranks) -> None:
+    ranks(3, different)
+
+
+def lost_in_backward(rank: int) -> None:
+    x = torch.randn(1, 16, 2, 8, requires_grad=True)
+    y = attention(x, x, x, mesh=dist.group.WORLD, causal=True, method="balanced")
+    assert isinstance(y, Tensor)
+    twice = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        twice.sum().backward()
+    compiled = torch.compile(
+        lambda x: attention(x, x, x, mesh=dist.group.WORLD, causal=True, method="balanced") * 2, backend="eager"
+    )
+    assert torch.equal(compiled(x), 2 * y)
+    if rank == 1:
+        os._exit(0)
+    time.sleep(1)
+    with pytest.raises(RankError, match="rank 1 of the mesh was lost in the exchange"):
+        y.sum().backward()
+    time.sleep(2)
+    os._exit(0)
+
+
+def test_a_rank_lost_in_backward_is_named(ranks: Ranks) -> None:
+    ranks(3, lost_in_backward)
 
 
 def killed(rank: int) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,16 @@ from hypothesis import strategies as st
 
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of, seen_in
 from bakeoff.parallel import borders, context_plan
-from bakeoff.parallel.exchange import PAD, Layout, needs, own_blocks
+from bakeoff.parallel.balance import balanced, even, loads, work
+from bakeoff.parallel.exchange import (
+    PAD,
+    Layout,
+    handed,
+    needs,
+    number_handed,
+    number_needed,
+    own_blocks,
+)
 
 
 @st.composite
@@ -23,12 +33,19 @@ def layouts(draw: st.DrawFn) -> Layout:
     cuts = sorted(draw(st.integers(0, tokens)) for _ in range(draw(st.integers(1, 3))))
     documents = tuple(sorted(draw(st.integers(0, tokens)) for _ in range(3)))
     whole = draw(st.booleans())
-    return Layout(
+    made = Layout(
         Pattern(segments, rates, phases),
         (0, *cuts, tokens),
         (0, tokens) if whole else documents,
         draw(st.booleans()),
     )
+    how = draw(st.sampled_from(("none", "balanced", "any")))  # which queries are handed over
+    if how == "any":
+        parts = list(itertools.pairwise(made.borders))
+        return made._replace(
+            handed_from=tuple(tuple(draw(st.integers(a, b)) for _ in parts) for a, b in parts)
+        )
+    return balanced(made) if how == "balanced" else made
 
 
 def mask(layout: Layout) -> torch.Tensor:
@@ -50,6 +67,7 @@ def test_blocks_hold_every_pair_of_the_mask_once(layout: Layout) -> None:
         found = list(own_blocks(layout, rank))
         for source in range(ranks):
             found += needs(layout, rank, source).blocks if source != rank else []
+            found += handed(layout, rank, source).blocks if source != rank else []
         for block in found:
             for n, head in itertools.product(range(len(block.queries)), range(layout.heads)):
                 queries, keys = block.queries[n, head], block.keys[n, head]
@@ -61,12 +79,77 @@ def test_blocks_hold_every_pair_of_the_mask_once(layout: Layout) -> None:
 @given(layout=layouts())
 @settings(deadline=None)
 def test_exactly_the_rows_that_some_query_sees_are_exchanged(layout: Layout) -> None:
+    """Of keys for the queries that stay, and of queries that don't."""
     seen = mask(layout).any(0)  # [heads, queries, keys]
     ranks = len(layout.borders) - 1
     for rank, source in itertools.permutations(range(ranks), 2):
-        (low, high), (first, end) = layout.part(rank), layout.part(source)
-        wanted = seen[:, low:high, first:end].any(1).T.flatten().nonzero()[:, 0]
-        assert needs(layout, rank, source).rows.tolist() == wanted.tolist()
+        low, (cut, high), (first, end) = (
+            layout.part(rank)[0], layout.handed_part(rank, source), layout.part(source),
+        )  # fmt: skip
+        wanted = seen[:, low:cut, first:end].any(1).T.flatten().nonzero()[:, 0].tolist()
+        assert needs(layout, rank, source).rows.tolist() == wanted
+        assert number_needed(layout, rank, source) == len(wanted)
+        wanted = seen[:, cut:high, first:end].any(2).T.flatten().nonzero()[:, 0].tolist()
+        assert handed(layout, rank, source).rows.tolist() == wanted
+        assert number_handed(layout, rank, source) == len(wanted)
+
+
+@given(layout=layouts())
+@settings(deadline=None)
+def test_work_is_the_number_of_pairs(layout: Layout) -> None:
+    seen = mask(layout).sum(0)  # [heads, queries, keys]
+    parts = [slice(*pair) for pair in itertools.pairwise(layout.borders)]
+    wanted = torch.stack([torch.stack([seen[:, a, b].sum((1, 2)) for b in parts]) for a in parts])
+    assert work(layout).tolist() == wanted.tolist()
+    done = wanted.sum((1, 2))
+    for rank, source in itertools.permutations(range(len(parts)), 2):
+        moved = seen[:, slice(*layout.handed_part(rank, source)), parts[source]].sum()
+        done[rank] -= moved
+        done[source] += moved
+    assert loads(layout) == tuple(done.tolist())
+    plain = layout._replace(handed_from=())
+    assert max(loads(balanced(plain))) <= max(loads(plain))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 13])
+def test_causal_dense_attention_is_even_over_any_ranks(ranks: int) -> None:
+    """The last of p ranks has 2 - 1/p of the mean where each works on its own queries."""
+    tokens = ranks * 256
+    plan = context_plan(tokens, ranks, ranks, 64, (tokens,), (1,), causal=True)
+    assert max(plan.shares["ring"]) == pytest.approx(2 - 1 / ranks, rel=1e-3)
+    assert max(plan.shares["balanced"]) < 1.02
+    assert plan.shares["ulysses"] == (1.0,) * ranks
+    assert all(sum(each) == pytest.approx(ranks) for each in plan.shares.values())
+    full = context_plan(tokens, ranks, ranks, 64, (tokens,), (1,))
+    assert "balanced" not in full.volumes, "full attention is even by itself"
+
+
+def test_work_that_cannot_go_far_is_handed_on() -> None:
+    """Rank 2 shares work with rank 1 alone, which passes some of its own on to rank 0."""
+    whole = np.array([[0, 0, 0], [600, 0, 0], [0, 1200, 0]])
+    moved = even(whole)
+    load = whole.sum(1) - moved.sum(1) + moved.sum(0)
+    assert load.max() <= 1.02 * load.mean()
+    assert (moved <= whole).all()
+
+
+def test_bytes_of_handed_queries_by_hand() -> None:
+    """Rank 1 of 2 hands half of its 64 queries over: then both have 1.5 of 3 parts of the work."""
+    heads, kv_heads, width, batch = 8, 2, 16, 3
+    plan = context_plan(128, 2, heads, width, (128,), (1,), kv_heads=kv_heads, causal=True, batch=batch)
+    keys = 64 * kv_heads * 2 * batch * width  # elements of rank 0's keys and values, which rank 1 still needs
+    queries = 32 * heads * batch * width
+    statistics = 32 * heads * batch  # of one number a query and head
+    volume = plan.volumes["balanced"]
+    assert volume.forward == max(2 * queries, 2 * keys + 4 * (queries + 2 * statistics))
+    first = 4 * keys + 2 * 3 * queries + 4 * 2 * statistics  # gradients of keys; q, dy, y; lse and delta
+    assert volume.backward == max(first, 2 * keys + 4 * queries)
+    detached = context_plan(
+        128, 2, heads, width, (128, 128), (1, 1), kv_heads=kv_heads, causal=True, batch=batch,
+        combine_grad="detached",
+    )  # fmt: skip
+    both = detached.volumes["balanced"]
+    assert both.forward == 2 * keys + 4 * 2 * (queries + 2 * statistics), "a result for each branch"
 
 
 def test_parts() -> None:
@@ -88,7 +171,8 @@ def test_bytes_of_one_long_branch_by_hand(causal: bool) -> None:
     row = 2 * 3 * 16  # keys and values of a batch of 3
     assert plan.volumes["exchange"].forward == 3 * 4 * 2 * row * 2
     assert plan.volumes["exchange"].backward == 3 * 4 * 2 * row * 4
-    assert plan.volumes["ring"].backward == 3 * 4 * 2 * row * (2 + 4)
+    again = 0 if causal else 2  # rank 0, which all gradients come back to, asks for no keys then
+    assert plan.volumes["ring"].backward == 3 * 4 * 2 * row * (again + 4)
     assert plan.dense.forward == 24 * 2 * row * 2
     assert "ulysses" not in plan.volumes, "4 ranks don't divide 2 kv heads"
 
@@ -103,6 +187,11 @@ def test_the_method_that_moves_less_is_taken() -> None:
     assert context_plan(1 << 12, 4, 6, 64, (1 << 12,), (1,)).method == "ring", "rows of 3 parts exceed one"
     assert context_plan(1 << 12, 4, 8, 64, (1 << 11,), (8,)).method == "exchange"
     assert context_plan(1 << 12, 4, 8, 64, (1 << 11,), (8,), method="ulysses").method == "ulysses"
+    long = context_plan(3 << 14, 3, 8, 64, (3 << 14,), (1,), kv_heads=1, causal=True)
+    assert long.method == "balanced", "3 ranks don't divide 8 heads"
+    short = context_plan(3 << 9, 3, 8, 64, (3 << 9,), (1,), kv_heads=1, causal=True)
+    assert short.method == "ring", "little work, and queries of 8 heads against keys of one"
+    assert re.search(r"ring: .*; 1.67\n> balanced: .*; 1.00\n", str(long))
     text = str(dense)
     assert re.search(r"> ulysses: \d", text)
     assert "dense ring attention" in text
@@ -119,7 +208,7 @@ def test_a_coarser_branch_s_rows_are_sent_once() -> None:
 def test_bad_plans() -> None:
     with pytest.raises(ValueError, match="8 heads with 2 kv heads don't divide"):
         context_plan(64, 4, 8, 16, (64,), (1,), kv_heads=2, method="ulysses")
-    with pytest.raises(ValueError, match="method is 'magic'; it is auto, exchange, ring, ulysses"):
+    with pytest.raises(ValueError, match="method is 'magic'; it is auto, exchange, ring, balanced, ulysses"):
         context_plan(64, 4, 8, 16, (64,), (1,), method="magic")
     with pytest.raises(ValueError, match="at most its segment"):
         context_plan(64, 4, 8, 16, (4,), (8,))

@@ -23,10 +23,13 @@ __all__ = [
     "Rows",
     "Slopes",
     "State",
+    "add_keys",
     "add_own",
+    "add_state",
     "dotted",
     "finished",
     "kernel",
+    "narrow",
     "started",
     "take",
     "take_back",
@@ -175,6 +178,11 @@ def take_back(
     return dk, dv
 
 
+def narrow(dtype: torch.dtype) -> bool:
+    """Whether attention kernels of some GPU take this dtype."""
+    return dtype.itemsize == 2
+
+
 def kernel(q: Tensor) -> str | None:
     """The attention kernel for blocks of these queries, or None."""
     if not q.is_cuda or width_refused("flash", q.shape[-1], q.dtype):
@@ -208,6 +216,18 @@ def add_own(x: Tensor, rows: Rows, part: Tensor) -> None:
     """Adds [segments, kv heads, rows, B, D] to x [B, tokens, kv heads, D] where a block's keys are own
     tokens, and so its queries."""
     _add(x, rows, part.permute(3, 0, 1, 2, 4))
+
+
+def add_keys(x: Tensor, rows: Rows, part: Tensor) -> None:
+    """Adds [segments, kv heads, rows, B, D] to x [B, tokens, kv heads, D] where a block's keys are own
+    tokens, and its queries are not."""
+    _add_at(x, _by_head(rows.keys, x.shape[2]), part.permute(3, 0, 1, 2, 4))
+
+
+def add_state(state: State, part: State, tokens: Tensor, heads: Tensor) -> None:
+    """Adds softmaxes of other keys, [branches or 1, B, rows, queries a kv head(, D)], at these tokens and kv
+    heads."""
+    _join(*state, *part, tokens, heads)
 
 
 def _add(x: Tensor, rows: Rows, part: Tensor) -> None:
@@ -268,6 +288,21 @@ def _merge(acc: Tensor, top: Tensor, total: Tensor, out: Tensor, lse: Tensor, to
     kept, weight = torch.exp(top[at] - new), torch.exp(lse - new)
     acc[at] = acc[at] * kept[..., None] + weight[..., None] * out
     total[at] = total[at] * kept + weight
+    top[at] = new
+
+
+@_quick
+def _join(
+    acc: Tensor, top: Tensor, total: Tensor, more: Tensor, its_top: Tensor, its_total: Tensor,
+    tokens: Tensor, heads: Tensor,
+) -> None:  # fmt: skip
+    """Adds the softmaxes `more` to those at `tokens` and `heads`; either may have seen nothing yet."""
+    at = (slice(None), slice(None), tokens, heads)
+    new = torch.maximum(top[at], its_top)
+    base = torch.where(new > -torch.inf, new, 0.0)
+    kept, weight = torch.exp(top[at] - base), torch.exp(its_top - base)
+    acc[at] = acc[at] * kept[..., None] + more * weight[..., None]
+    total[at] = total[at] * kept + its_total * weight
     top[at] = new
 
 

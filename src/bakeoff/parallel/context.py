@@ -1,8 +1,8 @@
 """Context parallelism: dilated attention over a sequence whose contiguous parts lie on several ranks.
 
 Segments within one part need no communication. Of those that straddle parts, ranks exchange the selected
-rows of keys and values alone, each once, posted before anything is computed (see `remote`), or all tokens of
-some heads (see `ulysses`).
+rows of keys and values alone, each once, posted before anything is computed (see `remote`); or also rows of
+queries, where that evens out their work (see `balance`); or all tokens of some heads (see `ulysses`).
 """
 
 import logging
@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo  # as torch.compiler.disable, which i
 from torch.distributed.device_mesh import DeviceMesh
 
 from bakeoff.ops.dilated_attention.reference import pattern_of
+from bakeoff.parallel.balance import balanced
 from bakeoff.parallel.exchange import Layout
 from bakeoff.parallel.exchange import borders as even
 from bakeoff.parallel.peers import Peers
@@ -55,17 +56,20 @@ def dilated_attention(
         mesh: one dimension of a DeviceMesh, or a process group; all its ranks call this together.
         cu_seqlens: the borders of documents in the whole sequence (B = 1), equal on all ranks; best as
             numbers or on the CPU, since the exchange is planned on the host.
-        return_lse: whether to return the log-sum-exp of this rank's tokens, too. It carries a gradient.
+        return_lse: whether to return the log-sum-exp of this rank's tokens, too; the same on all ranks. It
+            carries a gradient.
         borders: where the parts begin, and the end, ranks + 1 numbers, such as
             `bakeoff.parallel.borders(tokens, ranks)`. By default all parts are as long as this one.
-        method: "exchange", all rows at once; "ring", from one peer at a time; "ulysses", all tokens of some
-            heads by all-to-all; "auto", what `context_plan` says.
+        method: "exchange", all rows at once; "ring", from one peer at a time; "balanced", a ring in which
+            ranks with more work than others hand over queries; "ulysses", all tokens of some heads by
+            all-to-all; "auto", what `context_plan` says.
 
     Returns:
         y [B, L, H, D] in q's dtype, or (y, lse) with lse [B, H, L] in float32 (float64 for float64).
 
     Raises:
-        ValueError: shapes, branches, borders or a method that don't fit.
+        ValueError: shapes, branches, borders or a method that don't fit; arguments that differ from another
+            rank's, found before anything else is sent.
         RankError: a rank was lost in the exchange; the message names it, or the watch of
             `bakeoff.parallel.joined` does.
 
@@ -80,18 +84,30 @@ def dilated_attention(
     layout = _layout(q, k, v, segments, rates, peers, causal, phase, cu_seqlens, borders)
     if combine_grad not in ("exact", "detached"):
         raise ValueError(f"combine_grad is {combine_grad!r}; it is 'exact' or 'detached'")
-    plan = planned(layout, q.shape[0], q.shape[2], q.shape[3], q.element_size(), method)
+    detached = combine_grad == "detached"
+    softmaxes = len(layout.pattern.rates) if detached else 1
+    plan = planned(layout, q.shape[0], q.shape[2], q.shape[3], q.element_size(), method, softmaxes)
     if peers.rank == 0:
         _announce(plan)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if layout.local and q.shape[1] and method == "auto":
         part, phases = layout.part(peers.rank), layout.pattern.phases
         y, lse = attended(q, k, v, layout, part, phases, scale, combine_grad, return_lse=return_lse)
-    elif plan.method == "ulysses":
+        return (y, lse) if return_lse and lse is not None else y
+    if not layout.local or plan.method == "ulysses":
+        peers.agree(
+            q.device, borders=layout.borders, dtype=q.dtype, batch=q.shape[0], heads=(q.shape[2], k.shape[2]),
+            head_dim=q.shape[3], segments=layout.pattern.segments, rates=layout.pattern.rates,
+            phase=layout.pattern.phases, causal=bool(causal), cu_seqlens=layout.documents,
+            combine_grad=combine_grad, scale=float(scale), return_lse=bool(return_lse), method=plan.method,
+        )  # fmt: skip
+    if plan.method == "ulysses":
         y, lse = by_heads(q, k, v, layout, peers, scale, combine_grad, return_lse)
     else:
-        once = plan.method == "exchange"
-        y, lse = by_exchange(q, k, v, layout, peers, scale, combine_grad == "detached", once)
+        y, lse = by_exchange(
+            q, k, v, balanced(layout) if plan.method == "balanced" else layout, peers, scale,
+            detached=detached, once=plan.method == "exchange", return_lse=return_lse,
+        )  # fmt: skip
     return (y, lse) if return_lse and lse is not None else y
 
 
@@ -106,7 +122,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Dense attention over all ranks' tokens: `dilated_attention` with one branch, the whole sequence.
 
-    Where keys and values of the others exceed a part they come from one rank at a time: ring attention.
+    Where keys and values of the others exceed a part they come from one rank at a time: ring attention. With
+    a causal mask early ranks then may work on queries of late ones, too.
     """
     ends = options.get("borders")
     tokens = ends[-1] if ends else q.shape[1] * Peers(mesh).size
@@ -124,12 +141,14 @@ def context_plan(
     kv_heads: int | None = None,
     causal: bool = False,
     phase: str | Sequence[Sequence[int]] = "mod",
+    combine_grad: str = "exact",
     cu_seqlens: Sequence[int] | None = None,
     batch: int = 1,
     itemsize: int = 2,
     method: str = "auto",
 ) -> ContextPlan:
-    """How `dilated_attention` would run over `ranks` ranks, and how many bytes it would move; runs anywhere.
+    """How `dilated_attention` would run over `ranks` ranks, how many bytes it would move, and how evenly the
+    ranks would work; runs anywhere.
 
     Args:
         tokens: of the whole sequence, cut evenly; or the borders of the parts.
@@ -137,17 +156,18 @@ def context_plan(
 
     Example:
         >>> print(context_plan(1 << 17, 8, heads=16, head_dim=128, segments=(2048, 32768), rates=(1, 12)))
-        received by the busiest rank
-        > exchange: 11.2 MB forward, 22.4 MB backward
-          ring: 11.2 MB forward, 33.6 MB backward
-          ulysses: 234.9 MB forward, 234.9 MB backward
+        received by the busiest rank; the most work of a rank by the mean
+        > exchange: 11.2 MB forward, 22.4 MB backward; 1.00
+          ring: 11.2 MB forward, 33.6 MB backward; 1.00
+          ulysses: 234.9 MB forward, 234.9 MB backward; 1.00
           dense ring attention: 939.5 MB forward, 2,818.6 MB backward
     """
-    ends = even(tokens, ranks) if isinstance(tokens, int) else tuple(tokens)
+    ends = even(tokens, ranks) if isinstance(tokens, int) else tuple(map(int, tokens))
     kv_heads = heads if kv_heads is None else kv_heads
     documents = (0, ends[-1]) if cu_seqlens is None else tuple(cu_seqlens)
     layout = Layout(_pattern(segments, rates, phase, kv_heads), ends, documents, causal)
-    return planned(layout, batch, heads, head_dim, itemsize, method)
+    softmaxes = len(layout.pattern.rates) if combine_grad == "detached" else 1
+    return planned(layout, batch, heads, head_dim, itemsize, method, softmaxes)
 
 
 @lru_cache(maxsize=256)
@@ -188,7 +208,11 @@ def _layout(
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} heads of q are no multiple of {k.shape[2]} kv heads")
-    ends = tuple(q.shape[1] * rank for rank in range(peers.size + 1)) if borders is None else tuple(borders)
+    ends = (
+        tuple(q.shape[1] * rank for rank in range(peers.size + 1))
+        if borders is None
+        else tuple(map(int, borders))
+    )
     if len(ends) != peers.size + 1 or ends[0] != 0 or list(ends) != sorted(ends):
         raise ValueError(
             f"borders are {ends}; expected {peers.size + 1} numbers from 0 to all tokens, not decreasing"
@@ -202,7 +226,8 @@ def _layout(
     if cu_seqlens is None:
         documents: tuple[int, ...] = (0, ends[-1])
     else:
-        documents = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
+        numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+        documents = tuple(map(int, numbers))
         if (
             q.shape[0] != 1
             or list(documents) != sorted(documents)

@@ -5,17 +5,31 @@ straddles a border, each rank needs the keys that its peers' parts of the segmen
 intersection of intervals, covers aligned segments, short last ones, packed documents and any length of part.
 """
 
+import bisect
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bakeoff.ops.dilated_attention.reference import Pattern
 
-__all__ = ["Block", "Layout", "Needs", "borders", "documents_within", "needs", "number_needed", "own_blocks"]
+__all__ = [
+    "Block",
+    "Layout",
+    "Needs",
+    "borders",
+    "documents_within",
+    "handed",
+    "needs",
+    "number_handed",
+    "number_needed",
+    "own_blocks",
+    "own_pairs",
+    "pairs",
+]
 
 Ints = NDArray[np.int64]
 PAD = -1
@@ -23,7 +37,8 @@ PAD = -1
 
 
 class Layout(NamedTuple):
-    """What all ranks know of a call: the pattern, where parts and documents begin and end, and the mask."""
+    """What all ranks know of a call: the pattern, where parts and documents begin and end, the mask, and
+    which queries are handed over."""
 
     pattern: Pattern
     borders: tuple[int, ...]
@@ -31,6 +46,9 @@ class Layout(NamedTuple):
     documents: tuple[int, ...]
     """Document i is tokens documents[i] to documents[i + 1]; tokens outside all see nothing."""
     causal: bool
+    handed_from: tuple[tuple[int, ...], ...] = ()
+    """Rank i hands over its queries from token handed_from[i][j] on to rank j, which attends them to its own
+    keys (see `balance`). Empty where no rank does."""
 
     @property
     def tokens(self) -> int:
@@ -56,6 +74,11 @@ class Layout(NamedTuple):
         """The tokens of `rank`: first, and one past the last."""
         return self.borders[rank], self.borders[rank + 1]
 
+    def handed_part(self, rank: int, source: int) -> tuple[int, int]:
+        """The tokens of `rank` whose queries are handed over to `source`: first, and one past the last."""
+        _, end = self.part(rank)
+        return (self.handed_from[rank][source] if self.handed_from else end), end
+
 
 class Block(NamedTuple):
     """Rows of one branch that attend to each other: [segments, kv heads, rows] of tokens, `PAD` for none."""
@@ -66,7 +89,7 @@ class Block(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What one rank needs of another: rows, counted local token by token and head by head, each once whatever
+    """What one rank needs of another: rows, counted token by token and head by head, each once whatever
     branches use it, in order."""
 
     rows: Ints
@@ -103,40 +126,106 @@ def own_blocks(layout: Layout, rank: int) -> Iterator[Block]:
 
 @lru_cache(maxsize=256)
 def needs(layout: Layout, rank: int, source: int) -> Needs:
-    """What `rank` needs of `source`, another rank: the same on both."""
-    found = tuple(_blocks(layout, rank, source))
-    return Needs(np.flatnonzero(_marked(layout, source, found)), found)
+    """The rows of keys that `rank` needs of `source`, another rank: the same on both."""
+    found = tuple(_kept(layout, rank, source))
+    return Needs(np.flatnonzero(_marked(layout, layout.part(source), (block.keys for block in found))), found)
 
 
 def number_needed(layout: Layout, rank: int, source: int) -> int:
     """How many rows `needs` has; kept nowhere, as a plan asks for all pairs of ranks."""
-    return int(_marked(layout, source, _blocks(layout, rank, source)).sum())
+    return _number(layout, source, layout.part(rank)[0], layout.handed_part(rank, source)[0], "keys")
 
 
-def _blocks(layout: Layout, rank: int, source: int) -> Iterator[Block]:
-    """The blocks of `rank` with keys of `source`."""
-    (low, high), (from_, to) = layout.part(rank), layout.part(source)
-    if layout.causal and source > rank:
-        return
-    for branch, (w, r, phases) in enumerate(zip(*layout.pattern, strict=True)):
+@lru_cache(maxsize=256)
+def handed(layout: Layout, rank: int, source: int) -> Needs:
+    """The rows of queries that `rank` hands over to `source`, from the first of `Layout.handed_part` on, and
+    the blocks that `source` works on for it. Each of the rows sees a key."""
+    part = layout.handed_part(rank, source)
+    found = tuple(_blocks(layout, source, *part))
+    return Needs(np.flatnonzero(_marked(layout, part, (block.queries for block in found))), found)
+
+
+def number_handed(layout: Layout, rank: int, source: int) -> int:
+    """How many rows `handed` has."""
+    return _number(layout, source, *layout.handed_part(rank, source), "queries")
+
+
+def own_pairs(layout: Layout, rank: int) -> Ints:
+    """How many pairs of a query and a key of this rank see each other, for each kv head."""
+    low, high = layout.part(rank)
+    found = np.zeros(layout.heads, np.int64)
+    for w, r, phases in zip(*layout.pattern, strict=True):
         for a, b in _documents(layout, low, high):
+            whole = max(0, (min(b, high) - a) // w - -(-(max(low, a) - a) // w))
+            parts = [(whole, _counts(0, w, 0, w, r, phases)[1])]
+            parts += [(1, _counts(*cut, low, high, r, phases)[1]) for cut in _cut(a, b, w, low, high)]
+            for number, rows in parts:
+                found += number * (rows * (rows + 1) // 2 if layout.causal else rows * rows)
+    return found
+
+
+def pairs(layout: Layout, source: int, low: int, high: int) -> Ints:
+    """How many pairs of a query from `low` to `high`, of another rank, and a key of `source` see each other,
+    for each kv head."""
+    found = np.zeros(layout.heads, np.int64)
+    for _, (start, end), r, phases in _shared(layout, source, low, high):
+        _, queries = _counts(start, end, low, high, r, phases)
+        found += queries * _counts(start, end, *layout.part(source), r, phases)[1]
+    return found
+
+
+def _number(layout: Layout, source: int, low: int, high: int, what: Literal["queries", "keys"]) -> int:
+    """How many rows of queries or of keys the blocks of `_blocks` have."""
+    parts = {"queries": (low, high), "keys": layout.part(source)}
+    shared = list(itertools.islice(_shared(layout, source, low, high), 2))
+    if len(shared) > 1:  # which may have rows in common
+        found = (getattr(block, what) for block in _blocks(layout, source, low, high))
+        return int(_marked(layout, parts[what], found).sum())
+    total = 0
+    for _, (start, end), r, phases in shared:
+        counts = {name: _counts(start, end, *part, r, phases)[1] for name, part in parts.items()}
+        total += int(counts[what][(counts["queries"] > 0) & (counts["keys"] > 0)].sum())
+    return total
+
+
+def _kept(layout: Layout, rank: int, source: int) -> Iterator[Block]:
+    """The blocks with keys of `source` that `rank` works on itself."""
+    return _blocks(layout, source, layout.part(rank)[0], layout.handed_part(rank, source)[0])
+
+
+def _blocks(layout: Layout, source: int, low: int, high: int) -> Iterator[Block]:
+    """The blocks of queries from `low` to `high`, of another rank, with keys of `source`."""
+    for branch, (start, end), r, phases in _shared(layout, source, low, high):
+        queries = _selected(start, end, low, high, r, phases)
+        keys = _selected(start, end, *layout.part(source), r, phases)
+        used = ((queries != PAD).any(1) & (keys != PAD).any(1))[:, None]
+        if used.any():
+            yield Block(branch, np.where(used, queries, PAD)[None], np.where(used, keys, PAD)[None])
+
+
+def _shared(
+    layout: Layout, source: int, low: int, high: int
+) -> Iterator[tuple[int, tuple[int, int], int, Sequence[int]]]:
+    """(branch, segment, rate, phases) of the segments that hold tokens from `low` to `high`, all of one other
+    rank, and tokens of `source` that these may see."""
+    from_, to = layout.part(source)
+    if layout.causal and from_ >= high:
+        return
+    nearest = high - 1 if from_ >= high else low  # its document is the only one that may reach `source`
+    for branch, (w, r, phases) in enumerate(zip(*layout.pattern, strict=True)):
+        for a, b in _documents(layout, nearest, min(nearest + 1, high)):
             for start, end in _cut(a, b, w, low, high):
-                if min(end, to) <= max(start, from_):
-                    continue
-                queries = _selected(start, end, low, high, r, phases)
-                keys = _selected(start, end, from_, to, r, phases)
-                keys = np.where((queries != PAD).any(1)[:, None], keys, PAD)
-                if (keys != PAD).any():
-                    yield Block(branch, queries[None], keys[None])
+                if min(end, to) > max(start, from_):
+                    yield branch, (start, end), r, phases
 
 
-def _marked(layout: Layout, source: int, found: Iterable[Block]) -> NDArray[np.bool_]:
-    """Which rows of `source` blocks have as keys, [tokens * heads]."""
-    first, end = layout.part(source)
+def _marked(layout: Layout, part: tuple[int, int], found: Iterable[Ints]) -> NDArray[np.bool_]:
+    """Which rows of the tokens of `part` are among `found`, [tokens * heads]."""
+    first, end = part
     marked = np.zeros((end - first, layout.heads), bool)
-    for block in found:
-        for head, keys in enumerate(block.keys[0]):
-            marked[keys[keys != PAD] - first, head] = True
+    for tokens in found:
+        for head, held in enumerate(tokens[0]):
+            marked[held[held != PAD] - first, head] = True
     return marked.ravel()
 
 
@@ -149,7 +238,8 @@ def documents_within(layout: Layout, low: int, high: int) -> Iterator[tuple[int,
 def _documents(layout: Layout, low: int, high: int) -> Iterator[tuple[int, int]]:
     """The documents with tokens from `low` to `high`."""
     ends = layout.documents
-    for a, b in itertools.pairwise(ends):
+    first = max(0, bisect.bisect_right(ends, low) - 1)
+    for a, b in itertools.pairwise(ends[first : bisect.bisect_left(ends, high) + 1]):
         if min(b, high) > max(a, low):
             yield a, b
 
@@ -169,8 +259,13 @@ def _cut(a: int, b: int, w: int, low: int, high: int) -> list[tuple[int, int]]:
 
 def _selected(start: int, end: int, low: int, high: int, r: int, phases: Sequence[int]) -> Ints:
     """The tokens from `low` to `high` that each head selects of the segment start to end, [heads, rows]."""
-    first = start + np.asarray(phases, np.int64)
-    first += -(-np.maximum(low - first, 0) // r) * r
-    counts = np.maximum(-(-(min(end, high) - first) // r), 0)
+    first, counts = _counts(start, end, low, high, r, phases)
     place = np.arange(int(counts.max(initial=0)))
     return np.where(place < counts[:, None], first[:, None] + r * place, PAD)
+
+
+def _counts(start: int, end: int, low: int, high: int, r: int, phases: Sequence[int]) -> tuple[Ints, Ints]:
+    """(the first, how many) of the tokens of `_selected`, for each head."""
+    first = start + np.asarray(phases, np.int64)
+    first += -(-np.maximum(low - first, 0) // r) * r
+    return first, np.maximum(-(-(min(end, high) - first) // r), 0)

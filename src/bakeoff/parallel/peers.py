@@ -1,7 +1,9 @@
-"""Rows of keys and values on their way between ranks, and the error that names a rank lost there."""
+"""Rows of keys, values and queries on their way between ranks, and the error that names a rank lost there."""
 
 import dataclasses
-from collections.abc import Sequence
+import enum
+import hashlib
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 import torch
@@ -9,15 +11,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bakeoff.parallel.exchange import Layout, needs
+from bakeoff.parallel.exchange import Layout, handed, needs
 from bakeoff.parallel.watch import RankError, lost_text
 
-__all__ = ["Arrival", "Peers", "lost"]
+__all__ = ["Arrival", "Kind", "Peers", "local_places", "lost", "places_of"]
+
+
+class Kind(enum.IntEnum):
+    """What travels: messages of one kind between two ranks arrive in their order."""
+
+    KEYS = 0
+    KEY_GRADIENTS = 1
+    QUERIES = 2
+    STATISTICS = 3
+    RESULTS = 4
+    ARGUMENTS = 5
+
+
+_agreed: dict[dist.ProcessGroup, set[int]] = {}
+"""What ranks have called with. Never forgotten: a rank that remembers less than another would wait for it."""
 
 
 @dataclasses.dataclass
 class Arrival:
-    """Rows from one peer, once `wait` has returned: [rows, 2, B, D], keys and values."""
+    """Rows from one peer, once `wait` has returned: of keys and values [rows, 2, B, D]."""
 
     step: int
     source: int
@@ -25,6 +42,8 @@ class Arrival:
     works: list[tuple[int, dist.Work]]
     sent: Tensor | None
     """What goes the other way, kept until it is gone."""
+    asked: list["Arrival"] = dataclasses.field(default_factory=list)
+    """Queries that the rank behind hands over in this step."""
 
     def wait(self) -> Tensor:
         """The rows. On a GPU its stream waits, not the host."""
@@ -55,6 +74,29 @@ class Peers:
             raise ValueError("this process is no rank of the mesh; only those of it call this")
         _joined(mesh)
 
+    def agree(self, device: torch.device, **arguments: Hashable) -> None:
+        """Compares what all ranks call with, once for each set of arguments.
+
+        Raises:
+            ValueError: another rank passed something else; the message names the rank and the argument.
+        """
+        seen = _agreed.setdefault(self.group, set())
+        digests = _digests(tuple(arguments.values()))
+        if digests[-1] in seen:
+            return
+        mine = torch.tensor(digests, device=device)
+        steps = range(1, self.size)
+        pairs = [(self.behind(step), mine, self.before(step)) for step in steps]
+        arrivals = self._post(pairs, [torch.empty_like(mine) for _ in steps], steps, Kind.ARGUMENTS)
+        for source, theirs in [(arrival.source, arrival.wait().tolist()) for arrival in arrivals]:
+            for (name, value), one, two in zip(arguments.items(), digests, theirs, strict=False):
+                if one != two:
+                    raise ValueError(
+                        f"rank {source} of the mesh passed another {name} than rank {self.rank}, which "
+                        f"passed {value}; all ranks call this with the same arguments"
+                    )
+        seen.add(digests[-1])
+
     def send_rows(self, layout: Layout, k: Tensor, v: Tensor, steps: Sequence[int]) -> list[Arrival]:
         """Posts the exchange of `steps`: rows of k and v [B, L, heads, D] that others need, in one buffer."""
         offers = [self._rows(layout, self.behind(step), self.rank, k.device) for step in steps]
@@ -64,14 +106,13 @@ class Peers:
         out = packed.new_empty((sum(wanted), *packed.shape[1:]))
         sent = packed.split([len(offer[0]) for offer in offers])
         pairs = [(self.behind(step), part, self.before(step)) for step, part in zip(steps, sent, strict=True)]
-        return self._post(pairs, out.split(wanted), steps)
+        return self._post(pairs, out.split(wanted), steps, Kind.KEYS)
 
     def give_back(self, layout: Layout, step: int, gradients: Tensor) -> Arrival:
         """Posts the gradients of the rows that came in `step` to their owner; own rows' arrive."""
         user = self.behind(step)
         out = gradients.new_empty((len(needs(layout, user, self.rank).rows), *gradients.shape[1:]))
-        (arrival,) = self._post([(self.before(step), gradients, user)], (out,), (step,), backward=True)
-        return arrival
+        return self._one((self.before(step), gradients, user), out, step, Kind.KEY_GRADIENTS)
 
     def add_returned(self, layout: Layout, arrival: Arrival, dk: Tensor, dv: Tensor) -> None:
         """Adds returned gradients to those of own rows."""
@@ -79,6 +120,22 @@ class Peers:
         t, h = self._rows(layout, arrival.source, self.rank, dk.device)
         dk[:, t, h] += rows[:, 0].transpose(0, 1)
         dv[:, t, h] += rows[:, 1].transpose(0, 1)
+
+    def hand_over(self, layout: Layout, step: int, tensors: Sequence[Tensor], kind: Kind) -> Arrival:
+        """Posts the rows of `tensors`, each [B, L, heads, ...], that the rank before works on; those that
+        this rank works on arrive, [rows, tensors, B, ...]."""
+        user, source = self.behind(step), self.before(step)
+        t, h = local_places(layout, self.rank, source, tensors[0].device)
+        sent = torch.stack([x[:, t, h] for x in tensors], 1).transpose(0, 2).contiguous()
+        out = sent.new_empty((len(handed(layout, user, self.rank).rows), *sent.shape[1:]))
+        return self._one((source, sent, user), out, step, kind)
+
+    def answer(self, layout: Layout, step: int, results: Tensor) -> Arrival:
+        """Posts what this rank made, [rows, ...], of the rows that `hand_over` brought in `step`; what the
+        rank before made of own rows arrives."""
+        source = self.before(step)
+        out = results.new_empty((len(handed(layout, self.rank, source).rows), *results.shape[1:]))
+        return self._one((self.behind(step), results, source), out, step, Kind.RESULTS)
 
     def behind(self, step: int) -> int:
         return (self.rank + step) % self.size
@@ -90,15 +147,19 @@ class Peers:
         """(local token, head) of the rows that `user` needs of `owner`."""
         return _places(layout, user, owner, device)
 
+    def _one(self, pair: tuple[int, Tensor, int], out: Tensor, step: int, kind: Kind) -> Arrival:
+        (arrival,) = self._post([pair], (out,), (step,), kind)
+        return arrival
+
     def _post(
         self, pairs: Sequence[tuple[int, Tensor, int]], out: Sequence[Tensor], steps: Sequence[int],
-        *, backward: bool = False,
+        kind: Kind,
     ) -> list[Arrival]:  # fmt: skip
         """Sends each pair's tensor to its first rank and receives into `out` from its second; empty ones are
         left out."""
         ops, mine = [], []
         for number, ((to, sent, source), got, step) in enumerate(zip(pairs, out, steps, strict=True)):
-            tag = 2 * step + backward
+            tag = len(Kind) * step + kind
             for peer, tensor, op in ((to, sent, dist.isend), (source, got, dist.irecv)):
                 if tensor.numel():
                     place = dist.get_global_rank(self.group, peer)
@@ -127,11 +188,32 @@ def _places(layout: Layout, user: int, owner: int, device: torch.device) -> tupl
     return rows // layout.heads, rows % layout.heads
 
 
+@lru_cache(maxsize=256)
+def _digests(values: tuple[Hashable, ...]) -> tuple[int, ...]:
+    """Of each value, and of all."""
+    texts = [*map(repr, values), repr(values)]
+    return tuple(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest()) for text in texts)
+
+
 @lru_cache(maxsize=64)
 def _joined(group: dist.ProcessGroup) -> None:
     """NCCL connects all ranks of a group at its first call, which must therefore be one of all ranks."""
     if dist.get_backend(group) == "nccl":
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+
+
+@lru_cache(maxsize=256)
+def places_of(layout: Layout, user: int, source: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(token, counted from the first that is handed over, head) of the rows that `user` hands to `source`."""
+    rows = torch.from_numpy(handed(layout, user, source).rows).to(device)
+    return rows // layout.heads, rows % layout.heads
+
+
+@lru_cache(maxsize=256)
+def local_places(layout: Layout, user: int, source: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The same with tokens counted from the first of `user`."""
+    t, h = places_of(layout, user, source, device)
+    return t + (layout.handed_part(user, source)[0] - layout.part(user)[0]), h
 
 
 def lost(who: str, error: RuntimeError) -> RankError:

@@ -1,13 +1,26 @@
-"""How many bytes context parallelism moves, and by which method, before anything runs."""
+"""How many bytes context parallelism moves, how evenly ranks work, and by which method, before it runs."""
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Callable
 from functools import lru_cache
 
-from bakeoff.parallel.exchange import Layout, number_needed
+import numpy as np
+from numpy.typing import NDArray
+
+from bakeoff.parallel.balance import balanced, loads, work
+from bakeoff.parallel.exchange import Layout, number_handed, number_needed
 
 __all__ = ["METHODS", "ContextPlan", "Volume", "planned"]
 
-METHODS = ("exchange", "ring", "ulysses")
+METHODS = ("exchange", "ring", "balanced", "ulysses")
+
+_FLOPS_A_BYTE = 1000
+"""That a rank does in the time in which a byte arrives: some 450 TFLOP/s of an H100 with gradients, and
+450 GB/s over NVLink."""
+_HANDED_OVER = 1.1
+"""What handing over queries is taken to cost, by what is counted: it also packs, spreads and adds up rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,50 +40,120 @@ class ContextPlan:
 
     Attributes:
         method: exchange, the selected rows of all peers at once; ring, the same rows of one peer at a time,
-            asked for again in backward; ulysses, all tokens of some heads.
-        volumes: bytes received by the busiest rank; without "ulysses" where the ranks don't divide the heads.
+            asked for again in backward; balanced, a ring in which ranks with more work hand over queries;
+            ulysses, all tokens of some heads.
+        volumes: bytes received by the busiest rank; without "ulysses" where the ranks don't divide the heads,
+            without "balanced" where nothing is to be handed over.
+        shares: of the same methods, each rank's work by the mean: pairs of a query and a key.
         dense: what ring attention over all keys would move.
         local: whether no rank needs anything of another.
     """
 
     method: str
     volumes: dict[str, Volume]
+    shares: dict[str, tuple[float, ...]]
     dense: Volume
     local: bool
 
     def __str__(self) -> str:
         lines = [
-            f"{'>' if name == self.method else ' '} {name}: {volume}" for name, volume in self.volumes.items()
+            f"{'>' if name == self.method else ' '} {name}: {volume}; {max(self.shares[name]):.2f}"
+            for name, volume in self.volumes.items()
         ]
         lines.append(f"  dense ring attention: {self.dense}")
-        return "received by the busiest rank\n" + "\n".join(lines)
+        return "received by the busiest rank; the most work of a rank by the mean\n" + "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Bytes of what travels."""
+
+    batch: int
+    group: int
+    """Queries a kv head."""
+    head_dim: int
+    itemsize: int
+    softmaxes: int
+
+    @property
+    def wide(self) -> int:
+        """Of an accumulator's element."""
+        return max(4, self.itemsize)
+
+    @property
+    def keys(self) -> int:
+        """A row of keys and values."""
+        return 2 * self.batch * self.head_dim * self.itemsize
+
+    @property
+    def key_gradients(self) -> int:
+        return 2 * self.batch * self.head_dim * self.wide
+
+    @property
+    def queries(self) -> int:
+        """A row of queries of one kv head."""
+        return self.batch * self.group * self.head_dim * self.itemsize
+
+    @property
+    def results(self) -> int:
+        """Accumulators, maxima and sums of such a row."""
+        return self.batch * self.group * self.softmaxes * (self.head_dim + 2) * self.wide
+
+    @property
+    def told(self) -> int:
+        """What backward needs of such a row: queries, slopes, in 16 bits also outputs; lse and deltas."""
+        outputs = self.itemsize == 2 and self.softmaxes == 1
+        statistics = self.batch * self.group * (1 + self.softmaxes) * self.wide
+        return (2 + outputs) * self.queries + statistics
+
+    @property
+    def query_gradients(self) -> int:
+        return self.batch * self.group * self.head_dim * self.wide
+
+    @property
+    def flops(self) -> int:
+        """For a pair of a query and a key of one kv head: two products forward, five backward."""
+        return 14 * self.batch * self.group * self.head_dim
 
 
 @lru_cache(maxsize=1024)
-def planned(layout: Layout, batch: int, heads: int, head_dim: int, itemsize: int, method: str) -> ContextPlan:
-    """The plan of a call; equal on all ranks.
+def planned(
+    layout: Layout, batch: int, heads: int, head_dim: int, itemsize: int, method: str, softmaxes: int = 1
+) -> ContextPlan:
+    """The plan of a call; equal on all ranks. A query has one softmax, or one for each branch where weights
+    of the mixture are detached.
 
     Raises:
         ValueError: an unknown method, or "ulysses" with heads that the ranks don't divide.
     """
     ranks, kv_heads = len(layout.borders) - 1, layout.heads
-    asked = [[number_needed(layout, rank, source) if rank != source else 0 for source in range(ranks)]
-             for rank in range(ranks)]  # fmt: skip
-    most, lent = max(map(sum, asked)), max(map(sum, zip(*asked, strict=True)))
-    row, slope = 2 * batch * head_dim * itemsize, 2 * batch * head_dim * max(4, itemsize)
+    sizes = _Sizes(batch, heads // kv_heads, head_dim, itemsize, softmaxes)
+    keys = _counted(layout, number_needed)
+    asked, lent = keys.sum(1) * sizes.keys, keys.sum(0) * sizes.key_gradients
+    most = int(keys.sum(1).max())
     volumes = {
-        "exchange": Volume(most * row, lent * slope),
-        "ring": Volume(most * row, most * row + lent * slope),
+        "exchange": Volume(int(asked.max()), int(lent.max())),
+        "ring": Volume(int(asked.max()), int((asked + lent).max())),
     }
-    lengths = [b - a for a, b in zip(layout.borders, layout.borders[1:], strict=False)]
+    own = loads(layout)
+    counts = {"exchange": own, "ring": own}
+    better = balanced(layout)
+    if better.handed_from or method == "balanced":
+        volumes["balanced"], counts["balanced"] = _of_balanced(better, sizes), loads(better)
+    lengths = [b - a for a, b in itertools.pairwise(layout.borders)]
     if not heads % ranks and not kv_heads % ranks:
         share = batch * head_dim * itemsize
         there = (layout.tokens - min(lengths)) * (heads + 2 * kv_heads) // ranks
         back = max(lengths) * heads * (ranks - 1) // ranks
         volumes["ulysses"] = Volume((there + back) * share, (there + back) * share)
+        counts["ulysses"] = tuple(work(layout).sum((0, 1)).reshape(ranks, -1).sum(1).tolist())
     others = (layout.tokens - min(lengths)) * kv_heads if ranks > 1 else 0
-    dense = Volume(others * row, others * (row + slope))
-    chosen = _chosen(volumes, fits=most <= max(lengths) * kv_heads) if method == "auto" else method
+    dense = Volume(others * sizes.keys, others * (sizes.keys + sizes.key_gradients))
+    costs = {
+        name: volume.forward + volume.backward + max(counts[name]) * sizes.flops / _FLOPS_A_BYTE
+        for name, volume in volumes.items()
+    }
+    chosen = _chosen(costs, fits=most <= max(lengths) * kv_heads) if method == "auto" else method
     if chosen not in METHODS:
         raise ValueError(f"method is {method!r}; it is auto, {', '.join(METHODS)}")
     if chosen not in volumes:
@@ -78,14 +161,39 @@ def planned(layout: Layout, batch: int, heads: int, head_dim: int, itemsize: int
             f"ulysses gives each of {ranks} ranks as many heads, and {heads} heads with {kv_heads} kv heads "
             "don't divide; take method='exchange'"
         )
-    return ContextPlan(chosen, volumes, dense, most == 0)
+    shares = {name: tuple(n * ranks / max(1, sum(each)) for n in each) for name, each in counts.items()}
+    return ContextPlan(chosen, volumes, shares, dense, most == 0)
 
 
-def _chosen(volumes: dict[str, Volume], *, fits: bool) -> str:
-    """What moves least; rows that exceed a rank's own part come from one peer at a time."""
-    name = "exchange" if fits else "ring"
-    totals = {method: volume.forward + volume.backward for method, volume in volumes.items()}
-    return "ulysses" if totals.get("ulysses", totals[name]) < totals[name] else name
+def _counted(layout: Layout, number: Callable[[Layout, int, int], int]) -> NDArray[np.int64]:
+    """`number` of all pairs of ranks, [user, source]."""
+    ranks = range(len(layout.borders) - 1)
+    return np.array(
+        [[number(layout, rank, source) if rank != source else 0 for source in ranks] for rank in ranks],
+        np.int64,
+    )
+
+
+def _of_balanced(layout: Layout, sizes: _Sizes) -> Volume:
+    """What the busiest rank receives where queries are handed over. Those that come are the sums over the
+    first dimension of [user, source], what comes back for own ones that over the second."""
+    keys, queries = _counted(layout, number_needed), _counted(layout, number_handed)
+    forward = keys.sum(1) * sizes.keys + queries.sum(0) * sizes.queries + queries.sum(1) * sizes.results
+    backward = (
+        keys.sum(1) * sizes.keys
+        + keys.sum(0) * sizes.key_gradients
+        + queries.sum(0) * sizes.told
+        + queries.sum(1) * sizes.query_gradients
+    )
+    return Volume(int(forward.max()), int(backward.max()))
+
+
+def _chosen(costs: dict[str, float], *, fits: bool) -> str:
+    """What takes least, work and bytes together; rows that exceed a rank's own part come peer by peer."""
+    plain = "exchange" if fits else "ring"
+    offers = {plain: costs[plain], "balanced": costs.get("balanced", math.inf) * _HANDED_OVER}
+    offers["ulysses"] = costs.get("ulysses", math.inf)
+    return min(offers, key=offers.__getitem__)
 
 
 def _megabytes(count: int) -> str:

@@ -82,13 +82,13 @@ Hear = Callable[[ContextRow], None]
 
 def settings(ranks: int, cuda: bool) -> list[Setting]:
     """Segments within parts, a million tokens, segments over parts, and dense attention."""
-    methods = ("exchange", "ring", "ulysses")
+    methods, causal = ("exchange", "ring", "ulysses"), ("exchange", "ring", "balanced", "ulysses")
     if not cuda:
         small = (8, 32), (1, 2)
         return [
             Setting("local", 64, *small, True, (ALONE, "auto"), 2, 8),
-            Setting("over parts", 64, (16, _WHOLE), (1, 2), True, (ALONE, *methods), 2, 8),
-            Setting("dense", 32, (_WHOLE,), (1,), True, methods, 2, 8),
+            Setting("over parts", 64, (16, _WHOLE), (1, 2), True, (ALONE, *causal), 2, 8),
+            Setting("dense", 32, (_WHOLE,), (1,), True, causal, 2, 8),
         ]
     part = (1 << 20) // ranks
     return [
@@ -96,8 +96,8 @@ def settings(ranks: int, cuda: bool) -> list[Setting]:
         Setting("local causal", 131072, *_LONG, True, (ALONE, "auto")),
         Setting("a million tokens, causal", part, *_LONG, True, (ALONE, "auto")),
         Setting("over parts", 65536, (2048, 16384, _WHOLE), (1, 4, 16), False, (ALONE, *methods)),
-        Setting("over parts causal", 65536, (2048, 16384, _WHOLE), (1, 4, 16), True, (ALONE, *methods)),
-        Setting("dense causal", 8192, (_WHOLE,), (1,), True, (ALONE, "ring", "ulysses", TORCH)),
+        Setting("over parts causal", 65536, (2048, 16384, _WHOLE), (1, 4, 16), True, (ALONE, *causal)),
+        Setting("dense causal", 8192, (_WHOLE,), (1,), True, (ALONE, "ring", "balanced", "ulysses", TORCH)),
     ]
 
 
