@@ -61,8 +61,8 @@ def dilated_attention(
         borders: where the parts begin, and the end, ranks + 1 numbers, such as
             `bakeoff.parallel.borders(tokens, ranks)`. By default all parts are as long as this one.
         method: "exchange", all rows at once; "ring", from one peer at a time; "balanced", a ring in which
-            ranks with more work than others hand over queries; "ulysses", all tokens of some heads by
-            all-to-all; "auto", what `context_plan` says.
+            ranks with more work than others hand over queries (never taken by itself, as no GPU has timed
+            it); "ulysses", all tokens of some heads by all-to-all; "auto", what `context_plan` says.
 
     Returns:
         y [B, L, H, D] in q's dtype, or (y, lse) with lse [B, H, L] in float32 (float64 for float64).
@@ -123,7 +123,7 @@ def attention(
     """Dense attention over all ranks' tokens: `dilated_attention` with one branch, the whole sequence.
 
     Where keys and values of the others exceed a part they come from one rank at a time: ring attention. With
-    a causal mask early ranks then may work on queries of late ones, too.
+    a causal mask and ``method="balanced"`` early ranks work on queries of late ones, too.
     """
     ends = options.get("borders")
     tokens = ends[-1] if ends else q.shape[1] * Peers(mesh).size

@@ -19,8 +19,6 @@ METHODS = ("exchange", "ring", "balanced", "ulysses")
 _FLOPS_A_BYTE = 1000
 """That a rank does in the time in which a byte arrives: some 450 TFLOP/s of an H100 with gradients, and
 450 GB/s over NVLink."""
-_HANDED_OVER = 1.1
-"""What handing over queries is taken to cost, by what is counted: it also packs, spreads and adds up rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,11 +187,12 @@ def _of_balanced(layout: Layout, sizes: _Sizes) -> Volume:
 
 
 def _chosen(costs: dict[str, float], *, fits: bool) -> str:
-    """What takes least, work and bytes together; rows that exceed a rank's own part come peer by peer."""
+    """What takes least, work and bytes together; rows that exceed a rank's own part come peer by peer.
+
+    `balanced` is left to those who ask for it: no GPU has run it yet.
+    """
     plain = "exchange" if fits else "ring"
-    offers = {plain: costs[plain], "balanced": costs.get("balanced", math.inf) * _HANDED_OVER}
-    offers["ulysses"] = costs.get("ulysses", math.inf)
-    return min(offers, key=offers.__getitem__)
+    return plain if costs[plain] <= costs.get("ulysses", math.inf) else "ulysses"
 
 
 def _megabytes(count: int) -> str:
