@@ -1,7 +1,6 @@
 """swap in many families of transformers' models: what is replaced, and that results are right."""
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,20 +11,13 @@ import bakeoff
 from tests.unit.families import KINDS, V, built
 from tests.unit.swapped import gradients as _gradients
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IDS = torch.randint(3, V, (2, 8), generator=torch.Generator().manual_seed(1))
 LABELS = IDS.clone()
 LABELS[0, 2:4] = -100
 MASK = torch.ones_like(IDS)
 MASK[1, :3] = 0
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Of more, most wait for one another in operations this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def gradients(model: Any, **batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
