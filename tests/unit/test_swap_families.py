@@ -1,6 +1,8 @@
 """swap in many families of transformers' models: what is replaced, and that results are right."""
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,13 @@ LABELS = IDS.clone()
 LABELS[0, 2:4] = -100
 MASK = torch.ones_like(IDS)
 MASK[1, :3] = 0
+
+
+def test_the_documented_families_are_these() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "in-your-own-model.md").read_text()
+    rows = re.findall(r"^\| ((?:norms|rotary|mlp)[a-z, ]*) \| ([a-z0-9_ ]+) \|$", text, re.MULTILINE)
+    told = {family: set(kinds.split(", ")) for kinds, families in rows for family in families.split()}
+    assert told == {family: set(kinds.split()) for family, kinds in KINDS.items()}
 
 
 def gradients(model: Any, **batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
