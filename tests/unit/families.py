@@ -27,15 +27,17 @@ KINDS: dict[str, str] = {
          "gpt_neox", "seed_oss", "apertus", "arcee", "bitnet", "olmoe", "persimmon"),
         _UNGATED,
     ),
-    **dict.fromkeys(("glm", "glm4", "deepseek_v2", "deepseek_v3", "helium", "ernie4_5", "jamba"), _UNTURNED),
+    **dict.fromkeys(
+        ("glm", "glm4", "deepseek_v2", "deepseek_v3", "helium", "ernie4_5", "jamba", "llama4_text"),
+        _UNTURNED,
+    ),
     **dict.fromkeys(("gemma3n_text", "gemma4_text", "nanochat", "granitemoehybrid", "gpt2", "opt", "gptj"),
                     "norms attention loss"),
-    **dict.fromkeys(("gemma2", "falcon"), "norms rotary loss"),
-    **dict.fromkeys(("gpt_oss", "mamba2", "bloom"), "norms loss"),
+    **dict.fromkeys(("gemma2", "falcon", "gpt_oss"), "norms rotary loss"),
+    **dict.fromkeys(("mamba2", "bloom"), "norms loss"),
     **dict.fromkeys(("cohere", "cohere2"), "mlp attention"),
     "olmo": "rotary mlp attention loss",
     "nemotron": "rotary attention loss",
-    "llama4_text": "norms mlp attention",
 }  # fmt: skip
 """What is replaced, in at least one layer, by the family's `model_type`."""
 

@@ -103,6 +103,20 @@ def test_tables_of_somebody_else_s_embedding_stay() -> None:
     torch.testing.assert_close(model(input_ids=ids).logits, want, rtol=1e-4, atol=1e-4)
 
 
+def test_a_turn_of_the_last_elements_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = modeling_llama.apply_rotary_pos_emb
+
+    def last(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        still = q.shape[-1] - cos.shape[-1]
+        turned = own(q[..., still:], k[..., still:], cos, sin, unsqueeze_dim)
+        return tuple(torch.cat([x[..., :still], y], -1) for x, y in zip((q, k), turned, strict=True))
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", last)
+    assert reasons(made("llama"), "rotary") == {
+        "apply_rotary_pos_emb does not turn the pairs (i, i + R/2) of the first R elements"
+    }
+
+
 @pytest.mark.parametrize("patched", ["forward", "global"])
 def test_what_is_patched_between_two_swaps_is_seen(patched: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, own = tokens(), modeling_llama.apply_rotary_pos_emb

@@ -162,25 +162,43 @@ def _unlike(function: Callable[..., Any]) -> str | None:
     names = list(inspect.signature(function).parameters)
     if names not in _FORMS:
         return f"{_ROTARY} takes {', '.join(names)}, which no known version does"
-    with quiet():
-        q, k, angle = draw(2, 3, 5, _R), draw(2, 1, 5, _R), draw(2, 5, _R // 2)
-        cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
+    try:
+        full = _takes_full_tables(function)
+    except Exception as error:  # noqa: BLE001
+        return f"{_ROTARY} fails on small tensors ({type(error).__name__}: {error})"
+    for width in (_R, 2 * _R):  # of heads: twice that of what is turned of them
         try:
-            got = function(q, k, cos, sin)
-        except Exception as error:  # noqa: BLE001
-            return f"{_ROTARY} fails on small tensors ({type(error).__name__}: {error})"
+            got = _turned(function, width, full)
+        except Exception:  # noqa: BLE001
+            continue
+        want = _turned(None, width, full)
+        if not all(agrees(one, other) for one, other in zip(got, want, strict=True)):
+            return f"{_ROTARY} does not turn the pairs (i, i + R/2) of the first R elements"
+    return None
+
+
+def _turned(function: Callable[..., Any] | None, width: int, full: bool) -> Any:
+    """What a function, or else the definition, makes of small queries and keys."""
+    with quiet():
+        q, k, angle = draw(2, 3, 5, width), draw(2, 1, 5, width), draw(2, 5, _R // 2)
+        if function is not None:
+            cos, sin = (torch.cat([table] * (1 + full), -1) for table in (angle.cos(), angle.sin()))
+            return function(q, k, cos, sin)
         ids = torch.arange(10).view(2, 5)
-        want = rotary_reference(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            angle.cos().flatten(0, 1),
-            angle.sin().flatten(0, 1),
-            False,
-            ids,
-        )
-    if all(agrees(one, other.transpose(1, 2)) for one, other in zip(got, want, strict=True)):
-        return None
-    return f"{_ROTARY} does not turn the pairs (i, i + R/2)"
+        cos, sin = angle.cos().flatten(0, 1), angle.sin().flatten(0, 1)
+        turned = rotary_reference(q.transpose(1, 2), k.transpose(1, 2), cos, sin, False, ids)
+    return [tensor.transpose(1, 2) for tensor in turned]
+
+
+@functools.cache
+def _takes_full_tables(function: Callable[..., Any]) -> bool:
+    """Whether cosines and sines come twice, once for either half; alone they are half as wide."""
+    try:
+        _turned(function, _R, True)
+    except RuntimeError:
+        _turned(function, _R, False)
+        return False
+    return True
 
 
 def _tables_of(
@@ -209,7 +227,8 @@ def _tables_of(
                 return f"{cls.__name__} can't be tried out ({type(error).__name__}: {error})"
         for table in tables:
             half = table.shape[-1] // 2
-            if table.dim() != 3 or not torch.equal(table[..., :half], table[..., half:]):
+            full = _takes_full_tables(names[_ROTARY])
+            if table.dim() != 3 or (full and not torch.equal(table[..., :half], table[..., half:])):
                 return f"{cls.__name__} makes tables whose halves differ"
         found += tables
     return found
@@ -236,7 +255,9 @@ def _tables(embedding: nn.Module, config: Any) -> list[Tensor]:
 @functools.cache
 def _turn(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
     """`rotary` with the arguments and the results' dtype of the library's function."""
-    third, promotes = list(inspect.signature(theirs).parameters).index("unsqueeze_dim") - 4, _promotes(theirs)
+    third = list(inspect.signature(theirs).parameters).index("unsqueeze_dim") - 4
+    full = _takes_full_tables(theirs)
+    promotes = _promotes(theirs, _R if full else _R // 2)
 
     def turn(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
@@ -248,7 +269,7 @@ def _turn(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
         if promotes and cos.dtype != q.dtype:
             wide = torch.promote_types(q.dtype, cos.dtype)
             q, k = q.to(wide), k.to(wide)
-        half, ids = cos.shape[-1] // 2, None
+        half, ids = cos.shape[-1] // 2 if full else cos.shape[-1], None
         if cos.shape[0] == 1:
             cos, sin = cos[0, :, :half], sin[0, :, :half]
         else:  # every row of the batch has its own positions
@@ -261,10 +282,10 @@ def _turn(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
     return turn
 
 
-def _promotes(theirs: Callable[..., Any]) -> bool:
+def _promotes(theirs: Callable[..., Any], width: int) -> bool:
     """Whether bfloat16 queries become float32 under float32 tables."""
     with quiet():
-        q, table = draw(1, 1, 2, _R, dtype=torch.bfloat16), draw(1, 2, _R)
+        q, table = draw(1, 1, 2, _R, dtype=torch.bfloat16), draw(1, 2, width)
         return theirs(q, q, table, table)[0].dtype is torch.float32
 
 

@@ -198,7 +198,7 @@ def _does_more(module: Any) -> str | None:
         labels[0, 2] = _IGNORED
 
         def losses(head: Any, loss: Any, config: Any, **more: Any) -> Tensor:
-            body = {module.base_model_prefix or "model": _Body(hidden)}
+            body = dict.fromkeys(("model", module.base_model_prefix or "model"), _Body(hidden))
             view = _View(
                 module, lm_head=head, loss_function=loss, config=config, vocab_size=vocabulary, **body
             )
