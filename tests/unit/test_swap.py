@@ -344,7 +344,7 @@ def _under_autocast(model: nn.Module) -> Tensor:
     return logits
 
 
-def test_two_steps_of_the_library_s_trainer(tmp_path: Any) -> None:
+def test_three_steps_of_the_library_s_trainer(tmp_path: Any) -> None:
     from transformers import Trainer, TrainingArguments
 
     rows = [{"input_ids": row, "labels": row} for row in tokens(4)]
@@ -353,15 +353,15 @@ def test_two_steps_of_the_library_s_trainer(tmp_path: Any) -> None:
         model = made("llama")
         report = swapped(model) if swap else None
         args = TrainingArguments(
-            str(tmp_path), max_steps=2, per_device_train_batch_size=1, gradient_accumulation_steps=2,
+            str(tmp_path), max_steps=3, per_device_train_batch_size=1, gradient_accumulation_steps=2,
             report_to=[], logging_steps=1, save_strategy="no", use_cpu=True, disable_tqdm=True, bf16=True,
         )  # fmt: skip
         trainer = Trainer(model, args, train_dataset=rows)
         trainer.train()
         losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
         if report is not None:
-            assert report.calls()["mlp"] == 2 * 2 * 2
-            assert report.calls().get("loss", 4) == 4
+            assert report.calls()["mlp"] == 3 * 2 * 2
+            assert report.calls().get("loss", 6) == 6
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 

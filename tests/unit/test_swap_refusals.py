@@ -98,7 +98,7 @@ def test_rotation_of_neighbours_stays() -> None:
         num_key_value_heads=2, head_dim=16, pad_token_id=0,
     )  # fmt: skip
     assert reasons(transformers.GlmForCausalLM(config), "rotary") == {
-        "apply_rotary_pos_emb does not turn the pairs (i, i + R/2)"
+        "apply_rotary_pos_emb does not turn the pairs (i, i + R/2) of the first R elements"
     }
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bakeoff.errors import SwapError
-from bakeoff.swaps.attention import find_attention
+from bakeoff.swaps.attention import find_attention, rotary_embeddings
 from bakeoff.swaps.loss import find_loss
 from bakeoff.swaps.mlp import find_mlp
 from bakeoff.swaps.norms import find_norm
@@ -123,6 +123,7 @@ def _look(
     found: dict[str, tuple[nn.Module, Found]] = {}
     before: list[str] = []
     left: list[Left] = []
+    embeddings = rotary_embeddings(model)
     for name, module in model.named_modules():
         held = replacement_of(module)
         if held is not None:
@@ -131,7 +132,7 @@ def _look(
                 Left(kind, name, held.cls.__name__, "it was swapped before") for kind in held.found.kinds
             ]
             continue
-        what, refused = _fitting(module, wishes)
+        what, refused = _fitting(module, wishes, embeddings)
         if what is not None and "forward" in vars(module):
             reason = f"somebody has replaced its forward already ({vars(module)['forward']!r})"
             refused, what = {**refused, **dict.fromkeys(what.kinds, reason)}, None
@@ -141,7 +142,9 @@ def _look(
     return found, before, left
 
 
-def _fitting(module: nn.Module, wishes: dict[str, Wish]) -> tuple[Found | None, dict[str, str]]:
+def _fitting(
+    module: nn.Module, wishes: dict[str, Wish], embeddings: list[nn.Module] | None
+) -> tuple[Found | None, dict[str, str]]:
     """What replaces a module's forward, and the kinds that can't be, with reasons."""
     for kind, find in (("norms", find_norm), ("mlp", find_mlp), ("loss", find_loss)):
         what = find(module) if wishes[kind] else None
@@ -149,7 +152,7 @@ def _fitting(module: nn.Module, wishes: dict[str, Wish]) -> tuple[Found | None, 
             return None, {kind: what}
         if what is not None:
             return what, {}
-    return find_attention(module, bool(wishes["rotary"]), bool(wishes["attention"]))
+    return find_attention(module, bool(wishes["rotary"]), bool(wishes["attention"]), embeddings)
 
 
 def _require(

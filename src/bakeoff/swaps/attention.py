@@ -8,7 +8,7 @@ stay the library's business, whatever its version.
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from bakeoff.errors import SwapError
 from bakeoff.ops import rotary
 from bakeoff.ops.rotary.reference import reference as rotary_reference
 from bakeoff.swaps.own_globals import innermost, with_globals
-from bakeoff.swaps.probe import agrees, draw, quiet
+from bakeoff.swaps.probe import agrees, draw, on_meta, quiet
 from bakeoff.swaps.replacement import Found, note
 
-__all__ = ["find_attention"]
+__all__ = ["find_attention", "rotary_embeddings"]
 
 _ROTARY, _INTERFACE = "apply_rotary_pos_emb", "ALL_ATTENTION_FUNCTIONS"
 _FORMS = (
@@ -32,16 +32,19 @@ _R = 8
 
 
 def find_attention(
-    module: nn.Module, want_rotary: bool, want_attention: bool
+    module: nn.Module, want_rotary: bool, want_attention: bool, embeddings: Sequence[nn.Module] | None
 ) -> tuple[Found | None, dict[str, str]]:
-    """What replaces rotary and attention of an attention module, and why one or both stay."""
-    if "Attention" not in type(module).__name__ or not any(True for _ in module.children()):
+    """What replaces rotary and attention of an attention module, and why one or both stay.
+
+    `embeddings` are the model's modules that make rotary tables; None where it is a part of another model,
+    which may hold them.
+    """
+    if not _attends(module) or any(_attends(below) for below in module.modules() if below is not module):
         return None, {}
     refused: dict[str, str] = {}
     wanted = {"rotary": want_rotary, "attention": want_attention}
-    checks: dict[str, Callable[[nn.Module], str | None]] = {"rotary": _no_rotary, "attention": _no_attention}
     for kind in (kind for kind, is_wanted in wanted.items() if is_wanted):
-        reason = checks[kind](module)
+        reason = _no_rotary(module, embeddings) if kind == "rotary" else _no_attention(module)
         if reason is not None:
             refused[kind] = reason
     kinds = tuple(kind for kind, is_wanted in wanted.items() if is_wanted and kind not in refused)
@@ -55,7 +58,17 @@ def find_attention(
     return Found(kinds, kinds, _forward, kinds), refused
 
 
-@functools.cache
+def _attends(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__ and any(True for _ in module.children())
+
+
+def rotary_embeddings(model: nn.Module) -> list[nn.Module] | None:
+    """A model's modules that make rotary tables; None where it has none and is no whole model."""
+    named = ((name.rpartition(".")[2], module) for name, module in model.named_modules())
+    found = [module for name, module in named if "Rotary" in type(module).__name__ or name == "rotary_emb"]
+    return found if found or hasattr(model, "base_model_prefix") else None
+
+
 def _forward(cls: Any, *kinds: str) -> Callable[..., Any]:
     """The class's forward, with our functions in the place of what it calls by name."""
     known = innermost(cls.forward).__globals__
@@ -67,10 +80,64 @@ def _forward(cls: Any, *kinds: str) -> Callable[..., Any]:
     return with_globals(cls.forward, own)
 
 
+# What a layer calls ----------------------------------------------------------------------------------------
+
+
+class _Reached(Exception):
+    """The function that was looked for has been called, with these arguments by name."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.given = given
+
+
+def _reached(*args: Any, **given: Any) -> Any:
+    raise _Reached(given)
+
+
+class _Reaching:
+    """A register of attention functions that finds out what the one it gives is called with."""
+
+    def get_interface(self, name: str, default: Any) -> Any:
+        return _reached
+
+    def __getitem__(self, name: str) -> Any:
+        return _reached
+
+
+def _tried(module: nn.Module, own: Mapping[str, Any], width: int) -> dict[str, Any] | None:
+    """What the module's forward calls what raises _Reached with, by name, or None where it doesn't call it:
+    not in every layer are queries and keys turned, and a setting may choose another function.
+
+    It runs on shapes alone; where it can't, it is taken to call it with nothing.
+    """
+    cls: Any = type(module)
+    with quiet():
+        table = torch.empty(1, 2, width, device="meta")
+        known: dict[str, Any] = {"position_embeddings": (table, table)}
+        try:
+            config: Any = module.config
+            known["hidden_states"] = torch.empty(1, 2, config.hidden_size, device="meta")
+            taken = list(inspect.signature(cls.forward).parameters.values())[1:]
+            needed = [
+                one.name
+                for one in taken
+                if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+            ]
+            names = {*needed, *(one.name for one in taken if one.name in known)}
+            given = {name: known.get(name) for name in names}
+            with_globals(cls.forward, own)(on_meta(module), **given)
+        except _Reached as call:
+            return call.given
+        except Exception:  # noqa: BLE001
+            return {}
+    return None
+
+
 # Rotary ----------------------------------------------------------------------------------------------------
 
 
-def _no_rotary(module: nn.Module) -> str | None:
+def _no_rotary(module: nn.Module, embeddings: Sequence[nn.Module] | None) -> str | None:
     """Why rotary can't be replaced in this attention module."""
     try:
         forward = innermost(type(module).forward)
@@ -78,7 +145,15 @@ def _no_rotary(module: nn.Module) -> str | None:
         return str(error)
     if _ROTARY not in forward.__code__.co_names or _ROTARY not in forward.__globals__:
         return f"its forward calls no {_ROTARY}"
-    return _unlike(forward.__globals__[_ROTARY]) or _other_tables(module, forward.__globals__)
+    reason = _unlike(forward.__globals__[_ROTARY])
+    if reason is not None:
+        return reason
+    tables = _tables_of(module, forward.__globals__, embeddings)
+    if isinstance(tables, str):
+        return tables
+    if _tried(module, {_ROTARY: _reached}, tables[0].shape[-1]) is None:
+        return f"its forward calls no {_ROTARY} in this layer"
+    return None
 
 
 @functools.cache
@@ -87,36 +162,64 @@ def _unlike(function: Callable[..., Any]) -> str | None:
     names = list(inspect.signature(function).parameters)
     if names not in _FORMS:
         return f"{_ROTARY} takes {', '.join(names)}, which no known version does"
-    with quiet():
-        q, k, angle = draw(2, 3, 5, _R), draw(2, 1, 5, _R), draw(2, 5, _R // 2)
-        cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([angle.sin()] * 2, -1)
+    try:
+        full = _takes_full_tables(function)
+    except Exception as error:  # noqa: BLE001
+        return f"{_ROTARY} fails on small tensors ({type(error).__name__}: {error})"
+    for width in (_R, 2 * _R):  # of heads: twice that of what is turned of them
         try:
-            got = function(q, k, cos, sin)
-        except Exception as error:  # noqa: BLE001
-            return f"{_ROTARY} fails on small tensors ({type(error).__name__}: {error})"
+            got = _turned(function, width, full)
+        except Exception:  # noqa: BLE001
+            continue
+        want = _turned(None, width, full)
+        if not all(agrees(one, other) for one, other in zip(got, want, strict=True)):
+            return f"{_ROTARY} does not turn the pairs (i, i + R/2) of the first R elements"
+    return None
+
+
+def _turned(function: Callable[..., Any] | None, width: int, full: bool) -> Any:
+    """What a function, or else the definition, makes of small queries and keys."""
+    with quiet():
+        q, k, angle = draw(2, 3, 5, width), draw(2, 1, 5, width), draw(2, 5, _R // 2)
+        if function is not None:
+            cos, sin = (torch.cat([table] * (1 + full), -1) for table in (angle.cos(), angle.sin()))
+            return function(q, k, cos, sin)
         ids = torch.arange(10).view(2, 5)
-        want = rotary_reference(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            angle.cos().flatten(0, 1),
-            angle.sin().flatten(0, 1),
-            False,
-            ids,
-        )
-    if all(agrees(one, other.transpose(1, 2)) for one, other in zip(got, want, strict=True)):
-        return None
-    return f"{_ROTARY} does not turn the pairs (i, i + R/2)"
+        cos, sin = angle.cos().flatten(0, 1), angle.sin().flatten(0, 1)
+        turned = rotary_reference(q.transpose(1, 2), k.transpose(1, 2), cos, sin, False, ids)
+    return [tensor.transpose(1, 2) for tensor in turned]
 
 
-def _other_tables(module: nn.Module, names: dict[str, Any]) -> str | None:
-    """Why the tables of this module's file may differ from halves that are equal."""
+@functools.cache
+def _takes_full_tables(function: Callable[..., Any]) -> bool:
+    """Whether cosines and sines come twice, once for either half; alone they are half as wide."""
+    try:
+        _turned(function, _R, True)
+    except RuntimeError:
+        _turned(function, _R, False)
+        return False
+    return True
+
+
+def _tables_of(
+    module: nn.Module, names: dict[str, Any], embeddings: Sequence[nn.Module] | None
+) -> list[Tensor] | str:
+    """The tables of this module's file, or why they may differ from halves that are equal."""
     config = getattr(module, "config", None)
     made = [
         value for name, value in names.items() if name.endswith("RotaryEmbedding") and _defined(value, names)
     ]
     if config is None or not made:
         return "where its tables are made is unknown: there is no config, or no RotaryEmbedding in its file"
-    for cls in made:
+    if embeddings is not None and not embeddings:
+        return "the model has no RotaryEmbedding: nothing turns queries and keys"
+    held = {type(one) for one in embeddings or ()}
+    for cls in sorted(held - set(made), key=str):
+        if not cls.__module__.startswith("transformers.models."):  # of another part of a model of several
+            return f"its tables may come from {cls.__name__}, which is not of its file"
+    own = {type(one) for one in embeddings or () if getattr(one, "config", None) is config} or held
+    found: list[Tensor] = []
+    for cls in [cls for cls in made if cls in own] or made:
         with quiet():
             try:
                 tables = _tables(cls(config), config)
@@ -124,9 +227,11 @@ def _other_tables(module: nn.Module, names: dict[str, Any]) -> str | None:
                 return f"{cls.__name__} can't be tried out ({type(error).__name__}: {error})"
         for table in tables:
             half = table.shape[-1] // 2
-            if table.dim() != 3 or not torch.equal(table[..., :half], table[..., half:]):
+            full = _takes_full_tables(names[_ROTARY])
+            if table.dim() != 3 or (full and not torch.equal(table[..., :half], table[..., half:])):
                 return f"{cls.__name__} makes tables whose halves differ"
-    return None
+        found += tables
+    return found
 
 
 def _defined(value: Any, names: dict[str, Any]) -> bool:
@@ -137,14 +242,22 @@ def _tables(embedding: nn.Module, config: Any) -> list[Tensor]:
     x, at = torch.zeros(1, 4, 1, device="cpu"), torch.arange(4, device="cpu").view(1, 4)
     parameters = inspect.signature(embedding.forward).parameters
     layers = sorted(set(config.layer_types)) if "layer_type" in parameters else []
+    layers = [layer for layer in layers if config.rope_parameters.get(layer)]  # not where nothing is turned
     calls = [{"layer_type": layer} for layer in layers] or [{}]
-    return [table for given in calls for table in embedding(x, at, **given)]
+    made = [table for given in calls for table in embedding(x, at, **given)]
+    try:  # of time, height and width, where it takes positions of three kinds
+        three = embedding(x, torch.stack([at, 2 * at, 5 * at]), **calls[0])
+    except Exception:  # noqa: BLE001
+        return made
+    return made + [table for table in three if table.dim() == 3]
 
 
 @functools.cache
 def _turn(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
     """`rotary` with the arguments and the results' dtype of the library's function."""
-    third, promotes = list(inspect.signature(theirs).parameters).index("unsqueeze_dim") - 4, _promotes(theirs)
+    third = list(inspect.signature(theirs).parameters).index("unsqueeze_dim") - 4
+    full = _takes_full_tables(theirs)
+    promotes = _promotes(theirs, _R if full else _R // 2)
 
     def turn(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any
@@ -156,7 +269,7 @@ def _turn(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
         if promotes and cos.dtype != q.dtype:
             wide = torch.promote_types(q.dtype, cos.dtype)
             q, k = q.to(wide), k.to(wide)
-        half, ids = cos.shape[-1] // 2, None
+        half, ids = cos.shape[-1] // 2 if full else cos.shape[-1], None
         if cos.shape[0] == 1:
             cos, sin = cos[0, :, :half], sin[0, :, :half]
         else:  # every row of the batch has its own positions
@@ -169,10 +282,10 @@ def _turn(theirs: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
     return turn
 
 
-def _promotes(theirs: Callable[..., Any]) -> bool:
+def _promotes(theirs: Callable[..., Any], width: int) -> bool:
     """Whether bfloat16 queries become float32 under float32 tables."""
     with quiet():
-        q, table = draw(1, 1, 2, _R, dtype=torch.bfloat16), draw(1, 2, _R)
+        q, table = draw(1, 1, 2, _R, dtype=torch.bfloat16), draw(1, 2, width)
         return theirs(q, q, table, table)[0].dtype is torch.float32
 
 
@@ -194,8 +307,13 @@ def _no_attention(module: nn.Module) -> str | None:
         return f"its attention implementation is {chosen!r}, not 'sdpa'"
     if not getattr(module, "is_causal", True):
         return "it looks at later positions, too"
-    if getattr(module, "attn_logit_softcapping", None) is not None:
+    given = _tried(module, {_INTERFACE: _Reaching()}, getattr(module, "head_dim", None) or _R)
+    if given is None:
+        return f"its forward looks nothing up in {_INTERFACE} in this layer"
+    if getattr(module, "attn_logit_softcapping", None) is not None or given.get("softcap") is not None:
         return "it caps its scores"
+    if given.get("position_bias") is not None:
+        return "it adds a bias to its scores"
     return None
 
 

@@ -5,7 +5,6 @@ that takes them. In every other case (evaluation, generation, `logits_to_keep`, 
 outputs, hooks on the head) it runs as ever.
 """
 
-import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -87,12 +86,24 @@ class _Without:
         for name, value in own.items():
             setattr(self, name, value)
 
+    def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
 
 
-def _identity(hidden: Tensor) -> Tensor:
-    return hidden
+class _PassOn:
+    """A head that passes hidden states through; in everything else the head itself."""
+
+    def __init__(self, head: Any) -> None:
+        self._head = head
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
 
 
 def _loss_of(head: Any, cap: float | None) -> Callable[..., Tensor]:
@@ -113,10 +124,13 @@ def _loss_of(head: Any, cap: float | None) -> Callable[..., Tensor]:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         assert shift_labels is not None
         hidden, target = logits.flatten(0, -2), shift_labels.reshape(-1).to(logits.device)
+        if hidden.dtype != head.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(head.weight.dtype)  # as it entered the head: what widens logits has widened it
         out: Tensor = linear_cross_entropy(
             hidden, head.weight, target, bias=head.bias, ignore_index=ignore_index, softcap=cap,
             reduction="mean" if num_items_in_batch is None else "sum",
         )  # fmt: skip
+        out = out.float()  # as the library's, also in float64
         if isinstance(num_items_in_batch, Tensor):
             num_items_in_batch = num_items_in_batch.to(out.device)
         return out if num_items_in_batch is None else out / num_items_in_batch
@@ -124,7 +138,6 @@ def _loss_of(head: Any, cap: float | None) -> Callable[..., Tensor]:
     return loss
 
 
-@functools.cache
 def _forward(cls: Any) -> Callable[..., Any]:
     original = cls.forward
     places = [name for name in inspect.signature(original).parameters if name != "self"]
@@ -132,26 +145,51 @@ def _forward(cls: Any) -> Callable[..., Any]:
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         head, config = module.lm_head, module.config
-        keep, named = kwargs.get("logits_to_keep", 0), kwargs.get("return_dict", config.return_dict)
+        keep, named = kwargs.get("logits_to_keep", 0), kwargs.get("return_dict")
+        named = config.return_dict if named is None else named
         fused = module.training and kwargs.get("labels") is not None and len(args) <= first
         fused = fused and isinstance(keep, int) and keep == 0 and named is not False
         if not fused or type(head) is not nn.Linear or _hooked(head):
             return original(module, *args, **kwargs)
         note("loss")
         cap = getattr(config, _CAP, None)
-        view = _View(module, lm_head=_identity, loss_function=_loss_of(head, cap), config=_Without(config))
+        view = _View(
+            module, lm_head=_PassOn(head), loss_function=_loss_of(head, cap), config=_Without(config)
+        )
         out = original(view, *args, **kwargs)
         return type(out)(**{name: value for name, value in out.items() if name != "logits"})
 
     return forward
 
 
+class _Body:
+    """Stands for what is below the head: called, it and its decoder give these hidden states."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self._hidden, self.decoder = hidden, self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Output":
+        return _Output(self._hidden)
+
+
+class _Output:
+    """A body's output by index and by name; what isn't asked for, such as caches and attentions, is None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, at: Any) -> Any:
+        return (self.last_hidden_state,)[at]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 def _does_more(module: Any) -> str | None:
     """Why the model's forward is not its loss of what its head makes of its last hidden states."""
     forward, vocabulary, width = type(module).forward, 7, 6
     with quiet():
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
         hidden = draw(2, 5, width)
         head = nn.Linear(width, vocabulary, bias=True, device="meta")
         head.weight, head.bias = nn.Parameter(draw(vocabulary, width)), nn.Parameter(draw(vocabulary))
@@ -160,22 +198,23 @@ def _does_more(module: Any) -> str | None:
         labels[0, 2] = _IGNORED
 
         def losses(head: Any, loss: Any, config: Any, **more: Any) -> Tensor:
-            def body(*args: Any, **kwargs: Any) -> Any:
-                return BaseModelOutputWithPast(last_hidden_state=hidden)
-
+            body = dict.fromkeys(("model", module.base_model_prefix or "model"), _Body(hidden))
             view = _View(
-                module, model=body, lm_head=head, loss_function=loss, config=config, vocab_size=vocabulary
+                module, lm_head=head, loss_function=loss, config=config, vocab_size=vocabulary, **body
             )
             return forward(view, input_ids=labels, labels=labels, **more).loss  # type: ignore[no-any-return]
 
-        small = _Without(module.config, **{_CAP: cap, "vocab_size": vocabulary, "return_dict": True})
-        bare = _Without(module.config, vocab_size=vocabulary, return_dict=True)
+        plain = {"vocab_size": vocabulary, "return_dict": True, "output_router_logits": False}
+        small, bare = _Without(module.config, **{_CAP: cap, **plain}), _Without(module.config, **plain)
         for more in ({}, {"num_items_in_batch": 5}, {"shift_labels": labels}):
             try:
                 theirs = losses(head, module.loss_function, small, **more)
-                ours = losses(_identity, _loss_of(head, cap), bare, **more)
             except Exception as error:  # noqa: BLE001
                 return f"its forward fails on a small stand-in ({type(error).__name__}: {error})"
-            if not agrees(ours.view(1), theirs.view(1)):
+            try:
+                ours = losses(_PassOn(head), _loss_of(head, cap), bare, **more)
+            except Exception:  # noqa: BLE001
+                ours = None  # as where it makes its loss itself, of logits
+            if ours is None or not agrees(ours.view(1), theirs.view(1)):
                 return "its forward does something to logits that linear_cross_entropy doesn't"
     return None

@@ -4,10 +4,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from bakeoff.ops import swiglu
-from bakeoff.swaps.probe import Times, agrees, draw, quiet, stand_in
+from bakeoff.swaps.probe import Times, agrees, draw, further_arguments, in_both_modes, quiet, stand_in
 from bakeoff.swaps.replacement import Found, note
 
 __all__ = ["find_mlp"]
@@ -26,10 +27,16 @@ def find_mlp(module: nn.Module) -> Found | str | None:
         kind = type(module).__name__
         if not any(word in kind for word in ("MLP", "FeedForward", "Experts")):
             return None
+        if any(parameter.dim() == 3 for parameter in module._parameters.values() if parameter is not None):
+            return "its experts' weights are stacked in one parameter: there are no projections to call"
         return f"it has no gate and no projections called {', '.join(_APART[0])} or {', '.join(_TOGETHER)}"
+    if more := further_arguments(type(module)):
+        return f"its forward also takes {more}"
     for name, child in module.named_children():
         if isinstance(child, nn.Dropout) and child.p > 0:
             return f"it drops out ({name}, p = {child.p})"
+        if name not in names and any(True for _ in child.parameters()):
+            return f"it has {name} ({type(child).__name__}) beside its projections"
     with quiet():
         x = draw(3, 4, _D)
         wide = 2 * _F if names == _TOGETHER else _F
@@ -37,10 +44,11 @@ def find_mlp(module: nn.Module) -> Found | str | None:
         small[names[-1]] = Times(_F, _D)
         other = stand_in(module, None, small)
         try:
-            y = type(module).forward(other, x)
+            both = in_both_modes(other, x)
         except Exception as error:  # noqa: BLE001
             return f"its forward fails on a small stand-in ({type(error).__name__}: {error})"
-        if isinstance(y, Tensor) and agrees(y, _forward_of(names)(other, x)):
+        want = _forward_of(names)(other, x)
+        if all(agrees(y, want) for y in both):
             return Found(("mlp",), ("swiglu",), _forward, (names,))
     return f"its forward is not down(silu(gate(x)) * up(x)){_because(module)}"
 
@@ -70,7 +78,11 @@ def _forward_of(names: tuple[str, ...]) -> Callable[..., Tensor]:
         if len(names) == 2:
             inner = swiglu(getattr(module, names[0])(x))
         else:
-            inner = swiglu(getattr(module, names[0])(x), getattr(module, names[1])(x))
+            gate, up = getattr(module, names[0])(x), getattr(module, names[1])(x)
+            if gate.dtype != up.dtype:  # an adapter of one of them in a wider dtype: PyTorch's product widens
+                wide = torch.promote_types(gate.dtype, up.dtype)
+                gate, up = gate.to(wide), up.to(wide)
+            inner = swiglu(gate, up)
         return getattr(module, down)(inner)  # type: ignore[no-any-return]
 
     return forward

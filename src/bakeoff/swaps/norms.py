@@ -1,8 +1,7 @@
 """Norms: through `rms_norm` and `layer_norm`."""
 
-import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from bakeoff.ops import rms_norm
 from bakeoff.ops.rms_norm.reference import rms_norm as rms_reference
-from bakeoff.swaps.probe import agrees, draw, quiet, stand_in
+from bakeoff.swaps.probe import agrees, draw, further_arguments, in_both_modes, quiet, stand_in
 from bakeoff.swaps.replacement import Found, note
 
 __all__ = ["find_norm"]
@@ -21,17 +20,24 @@ _D = 8
 
 def find_norm(module: nn.Module) -> Found | str | None:
     """What replaces a norm; why nothing does; None where the module is no norm."""
-    name = type(module).__name__
-    if "norm" not in name.lower() or any(True for _ in module.children()):
+    if "norm" in type(module).__name__.lower() and hasattr(module, "parametrizations"):
+        return "its weight is computed, by torch.nn.utils.parametrize"
+    named = any(
+        "norm" in cls.__name__.lower() for cls in type(module).__mro__
+    )  # a subclass may have any name
+    if not named or any(True for _ in module.children()):
         return None
     if isinstance(module, nn.LayerNorm):
         return _layer_norm(module)
+    if more := further_arguments(type(module)):
+        return f"its forward also takes {more}: no op has that form"
     shape = getattr(module, "normalized_shape", (_D,))
     if isinstance(shape, tuple) and len(shape) != 1:
         return f"it normalises over {len(shape)} dimensions: rms_norm takes the last one"
     weight, others = module._parameters.get("weight"), set(module._parameters) - {"weight"}
     if any(module._parameters[other] is not None for other in others) or module._buffers:
-        return f"it holds {', '.join(sorted(others) or module._buffers)} beside a weight: no op has that form"
+        held = ", ".join(sorted(others) or (f"the buffer {name}" for name in module._buffers))
+        return f"it holds {held}, which rms_norm, with nothing beside a weight, doesn't know"
     if weight is not None and (weight.dim() != 1 or not weight.is_floating_point() or weight.itemsize < 2):
         return f"its weight is {weight.dtype}{list(weight.shape)}: rms_norm takes [D] of 16 bits or more"
     eps = next((given for given in _EPS if hasattr(module, given)), None)
@@ -49,8 +55,9 @@ def _rms(module: nn.Module, eps: str, affine: bool) -> Found | str:
         try:
             held = {"weight": weight} if weight is not None else {}
             given |= {} if affine else {"weight": None}
-            y = type(module).forward(stand_in(module, held, **given), x)
+            both = in_both_modes(stand_in(module, held, **given), x)
             mixed = _mixed(module, given) if affine else None
+            depends = _depends_on_kind(module, held, given)
             if getattr(module, eps) is None and not _default_eps(module, given, affine):
                 return "its eps is None, which is not float32's here"
         except Exception as error:  # noqa: BLE001
@@ -59,9 +66,27 @@ def _rms(module: nn.Module, eps: str, affine: bool) -> Found | str:
         for offset in (0.0, 1.0) if affine else (0.0,):
             small = torch.finfo(torch.float32).eps if value is None else value
             want: Any = rms_reference(x, weight, small, None, offset)
-            if isinstance(y, Tensor) and agrees(y, want):
+            if all(agrees(y, want) for y in both):
+                if depends:
+                    return "its forward does something else at other dtypes or numbers of dimensions"
                 return Found(("norms",), ("rms_norm",), _rms_forward, (eps, offset, mixed is torch.float32))
     return "its forward is neither x / rms(x) * weight nor x / rms(x) * (1 + weight)"
+
+
+def _depends_on_kind(module: nn.Module, held: Mapping[str, Tensor], given: Mapping[str, Any]) -> bool:
+    """Whether half precision, or another number of dimensions, gives something else than the same rows do."""
+    x, forward = draw(2, 3, _D), type(module).forward
+    want = forward(stand_in(module, held, **given), x)
+    if want.shape != x.shape:
+        return True
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        small = stand_in(module, {name: tensor.to(dtype) for name, tensor in held.items()}, **given)
+        for shape in (x.shape, (6, _D), (2, 1, 3, _D)):
+            y = forward(small, x.to(dtype).view(shape))
+            near = (y.double() - want.view(shape)).abs() <= 0.02 * want.abs().amax()
+            if y.dtype != dtype or not near.all():
+                return True
+    return False
 
 
 def _mixed(module: nn.Module, given: dict[str, Any]) -> torch.dtype:
@@ -79,7 +104,6 @@ def _default_eps(module: nn.Module, given: dict[str, Any], affine: bool) -> bool
     return bool(((y.float() - want).abs() <= 0.02 * want.abs().amax()).all())  # type: ignore[union-attr]
 
 
-@functools.cache
 def _rms_forward(cls: Any, eps: str, offset: float, promotes: bool) -> Callable[..., Tensor]:
     """promotes: the result has the wider dtype of input and weight, instead of the input's."""
     original, native = cls.forward, issubclass(cls, nn.RMSNorm)
@@ -88,7 +112,7 @@ def _rms_forward(cls: Any, eps: str, offset: float, promotes: bool) -> Callable[
         (x,) = (*args, *kwargs.values())
         if native and _cast_by_autocast(x):
             return original(module, x)  # type: ignore[no-any-return]
-        weight, value = module.weight, getattr(module, eps)
+        weight, value = getattr(module, "weight", None), getattr(module, eps)
         if value is None:
             if (
                 weight is not None and weight.dtype != x.dtype
@@ -121,7 +145,6 @@ def _layer_norm(module: nn.LayerNorm) -> Found | str:
     return Found(("norms",), ("layer_norm",), _layer_forward, ())
 
 
-@functools.cache
 def _layer_forward(cls: type) -> Callable[..., Tensor]:
     del cls
     from bakeoff.ops.layer_norm import layer_norm

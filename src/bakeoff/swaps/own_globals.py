@@ -6,7 +6,7 @@ from typing import Any
 
 from bakeoff.errors import SwapError
 
-__all__ = ["innermost", "with_globals"]
+__all__ = ["innermost", "looked_up", "with_globals"]
 
 
 def innermost(function: Callable[..., Any]) -> FunctionType:
@@ -16,6 +16,16 @@ def innermost(function: Callable[..., Any]) -> FunctionType:
     if not isinstance(function, FunctionType):
         raise SwapError(f"{function!r} is no Python function")
     return function
+
+
+def looked_up(function: Callable[..., Any]) -> tuple[int, ...]:
+    """What a function's names among its module's globals stand for now, as identities."""
+    found: list[int] = []
+    for layer in _layers(function):
+        if isinstance(layer, FunctionType):
+            names = layer.__globals__
+            found += [id(names[name]) for name in layer.__code__.co_names if name in names]
+    return tuple(found)
 
 
 def _layers(function: Any) -> Iterator[Any]:

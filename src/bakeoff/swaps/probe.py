@@ -4,6 +4,7 @@ A replacement is offered only where both give the same numbers, so that a versio
 changed is refused with a reason instead of being replaced by something else.
 """
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Times", "agrees", "draw", "quiet", "stand_in"]
+__all__ = ["Times", "agrees", "draw", "further_arguments", "in_both_modes", "on_meta", "quiet", "stand_in"]
 
 _TOLERANCE = 1e-5
 """Of float32 results of some tens of operations; other formulas differ by 1e-2 and more."""
@@ -72,9 +73,36 @@ def stand_in(
     return other
 
 
-def agrees(one: Tensor, other: Tensor) -> bool:
+def on_meta(module: nn.Module) -> nn.Module:
+    """A stand-in of the module and of all below it with weights that have a shape and no values."""
+    other = stand_in(module)
+    for name, child in module._modules.items():
+        other._modules[name] = None if child is None else on_meta(child)
+    for name, parameter in module._parameters.items():
+        kept = None if parameter is None else nn.Parameter(torch.empty_like(parameter, device="meta"))
+        other._parameters[name] = kept
+    for name, buffer in module._buffers.items():
+        other._buffers[name] = None if buffer is None else torch.empty_like(buffer, device="meta")
+    return other
+
+
+def in_both_modes(module: nn.Module, x: Tensor) -> list[Any]:
+    """What the class's forward makes of x in training and in evaluation."""
+    out = []
+    for module.training in (True, False):
+        out.append(type(module).forward(module, x))
+    return out
+
+
+def further_arguments(cls: Any) -> str:
+    """What a module's forward takes beside its one input, by name; empty where it takes nothing else."""
+    more = list(inspect.signature(cls.forward).parameters.values())[2:]
+    return ", ".join(str(one).split(":")[0].split("=")[0].strip() for one in more)
+
+
+def agrees(one: Any, other: Tensor) -> bool:
     """Whether two float32 results are the same but for rounding, row by row."""
-    if one.shape != other.shape:
+    if not isinstance(one, Tensor) or one.shape != other.shape:
         return False
     scale = other.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     return bool(((one.float() - other.float()).abs() <= _TOLERANCE * scale).all())

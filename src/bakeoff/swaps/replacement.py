@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bakeoff.swaps.own_globals import looked_up
+
 __all__ = ["Found", "Replacement", "note", "replacement_of", "traced"]
 
 _MARK = "_bakeoff_replacement"
@@ -46,7 +48,8 @@ class Replacement:
     @property
     def forward(self) -> MethodType:
         """What the module's attribute `forward` is set to."""
-        return MethodType(_entry(self.cls, self.found.build, *self.found.options), self)
+        own = self.cls.forward
+        return MethodType(_entry(self.cls, own, looked_up(own), self.found.build, *self.found.options), self)
 
     def install(self) -> None:
         """Puts it in the place of the module's forward."""
@@ -75,12 +78,21 @@ class Replacement:
 
 
 @functools.cache
-def _entry(cls: Any, build: Callable[..., Callable[..., Any]], *options: Any) -> Callable[..., Any]:
+def _entry(
+    cls: Any,
+    own: Callable[..., Any],
+    globals_of_own: tuple[int, ...],
+    build: Callable[..., Callable[..., Any]],
+    *options: Any,
+) -> Callable[..., Any]:
     """The function behind `forward`: one for all modules of a class, since torch.compile compiles anew what
-    calls another function. It has the signature of the class's forward, which trainers read."""
+    calls another function. It has the signature of the class's own forward, which trainers read. Where
+    somebody has set the class's forward, or what that looks up among its globals, to something else, it is
+    made anew."""
+    del globals_of_own
     run = build(cls, *options)
 
-    @functools.wraps(cls.forward)
+    @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # accelerate takes the function of a bound method and binds it to the module.
         module = self.module if type(self) is Replacement else self

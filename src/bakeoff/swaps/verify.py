@@ -77,15 +77,22 @@ def verify(report: "Report", args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if silent:
         raise SwapError(
             f"verify: {len(silent)} of the replacements did not run on this batch: {', '.join(silent[:5])}; "
-            f"give labels for the loss, no mask for attention, or leave that kind out of the swap"
+            f"give labels for the loss, no mask and no row beyond a sliding window for attention, inputs "
+            f"that reach these modules, or leave that kind out of the swap"
         )
     calls = report.calls()
     with report.undone():
         exact_model = _exact(report.model)
 
         def own(batch: Batch) -> tuple[Results, Results]:
-            with _KeepDouble():
-                exact = _results(exact_model, _double(batch))
+            try:
+                with _KeepDouble():
+                    exact = _results(exact_model, _double(batch))
+            except Exception as error:
+                raise SwapError(
+                    f"verify: the model's own code, which results are compared with, fails in float64 "
+                    f"({type(error).__name__}: {error}); compare with it in the model's own dtype yourself"
+                ) from error
             return exact, _results(report.model, batch)
 
         exact, plain = own(batch)
@@ -135,8 +142,11 @@ def _results(model: nn.Module, batch: Batch) -> Results:
     args, kwargs = batch
     with _evaluating(model):
         with torch.no_grad():
-            unlabelled = {name: value for name, value in kwargs.items() if name != "labels"}
-            outputs = _tensors(model(*args, **unlabelled))
+            shifts = getattr(
+                getattr(model, "config", None), "is_encoder_decoder", False
+            )  # labels into inputs
+            told = {name: value for name, value in kwargs.items() if name != "labels" or shifts}
+            outputs = _tensors(model(*args, **told))
         if not outputs:
             raise SwapError("verify: the model returned no floating-point tensor")
         model.training = True  # of the model alone: it decides whether the loss needs logits
