@@ -39,6 +39,15 @@ def drawn(T: int, H: int = 4, kv: int = 2, D: int = 8, B: int = 1) -> Args:
     return tuple(x.requires_grad_() for x in tensors)  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize(("B", "T", "H"), [(0, 5, 2), (2, 0, 2), (2, 5, 0)], ids=str)
+def test_no_rows_have_no_gradients(B: int, T: int, H: int) -> None:
+    inputs = drawn(T, H, 2, 8, B)
+    y = dilated_attention(*inputs, (2, 4), (1, 2))
+    assert isinstance(y, Tensor)
+    gradients = torch.autograd.grad(y, inputs, torch.ones_like(y))
+    assert all(torch.equal(grad, torch.zeros_like(x)) for grad, x in zip(gradients, inputs, strict=True))
+
+
 def results(found: Any, inputs: Args) -> list[Tensor]:
     """y, lse and the gradients, given the same cotangents each time; unselected rows' lse counts for none."""
     generator = torch.Generator().manual_seed(1)

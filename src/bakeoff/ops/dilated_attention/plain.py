@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 
 from bakeoff.attention_backends.inputs import exact, watched
 from bakeoff.attention_backends.rows import BACKENDS
+from bakeoff.derivatives import once_differentiable
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 
@@ -122,7 +123,7 @@ def backward(
     dy: Tensor, dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    B, T = q.shape[:2]
+    B, T, H, D = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (x.new_zeros((B, T + 1, *x.shape[2:]), dtype=wide) for x in (q, k, v))
     for _, piece, place in _placed(call, q, k, cu):
@@ -138,11 +139,11 @@ def backward(
         slopes = BACKENDS[call.backend].backward(
             douts, *rows, outs, _flat(lse.mT[:, tokens, h]), call.causal, call.scale, **extra
         )
-        mine, *others = (x.view(B, *t.shape, -1).to(wide) for x in slopes)
+        mine, *others = (x.view(B, *t.shape, D).to(wide) for x in slopes)
         dq[:, t, h] += mine
-        heads = (t.shape[0], piece.heads.numel(), -1)
+        heads = (piece.heads.numel(), H // k.shape[2])
         for whole, slope in zip((dk, dv), others, strict=True):
-            shared = slope.view(B, *heads, *slope.shape[3:]).sum(3)
+            shared = slope.unflatten(2, heads).sum(3)
             whole[:, piece.tokens, piece.heads[:, None]] += shared
     return dq[:, :T].to(q.dtype), dk[:, :T].to(k.dtype), dv[:, :T].to(v.dtype)
 
@@ -198,7 +199,7 @@ class _Differentiable(torch.autograd.Function):
         return y, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("dilated_attention", "its definition can, bakeoff.ops.dilated_attention.reference")
     def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, cu, y, lse = ctx.saved_tensors
         dy = torch.zeros_like(y) if dy is None else dy

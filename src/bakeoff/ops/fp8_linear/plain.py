@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bakeoff.derivatives import once_differentiable
 from bakeoff.ops.fp8_linear.reference import E4M3, E5M2, quantize
 
 __all__ = ["eager"]
@@ -33,7 +34,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("fp8_linear", "take torch.nn.functional.linear")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dweight = dbias = None

@@ -187,7 +187,6 @@ class _Products(torch.autograd.Function):
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dfound: torch.Tensor) -> torch.Tensor:
         return products_backward(ctx.saved_tensors[0], dfound)
 
