@@ -39,6 +39,25 @@ def drawn(T: int, H: int = 4, kv: int = 2, D: int = 8, B: int = 1) -> Args:
     return tuple(x.requires_grad_() for x in tensors)  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_lies_outside_of_documents_may_be_nan(causal: bool) -> None:
+    borders, inside = torch.tensor([0, 5, 9]), slice(0, 9)
+    found = []
+    for outside in (0.0, math.nan):
+        inputs = drawn(12)
+        with torch.no_grad():
+            for x in inputs:
+                x[:, 9:] = outside
+        y = dilated_attention(*inputs, (4, 9), (1, 2), causal=causal, cu_seqlens=borders)
+        assert isinstance(y, Tensor)
+        dy = torch.ones_like(y)
+        dy[:, 9:] = outside
+        found.append([y, *torch.autograd.grad(y, inputs, dy)])
+    for clean, mine in zip(*found, strict=True):
+        assert torch.equal(clean[:, inside], mine[:, inside])
+        assert not mine[:, 9:].any()
+
+
 @pytest.mark.parametrize(("B", "T", "H"), [(0, 5, 2), (2, 0, 2), (2, 5, 0)], ids=str)
 def test_no_rows_have_no_gradients(B: int, T: int, H: int) -> None:
     inputs = drawn(T, H, 2, 8, B)

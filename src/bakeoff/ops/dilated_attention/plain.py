@@ -128,17 +128,15 @@ def backward(
     dq, dk, dv = (x.new_zeros((B, T + 1, *x.shape[2:]), dtype=wide) for x in (q, k, v))
     for _, piece, place in _placed(call, q, k, cu):
         t, h, _ = place
-        rows, tokens = _rows(q, k, v, piece, place), t.clamp(max=T - 1) if piece.seen is not None else t
-        douts, outs = (_flat(x[:, tokens, h]) for x in (dy, y))
+        rows = _rows(q, k, v, piece, place)
+        douts, outs, levels = (_taken(x, piece, t, h) for x in (dy, y, lse.mT))
         if call.detached:
             outs = _run(call, piece, *rows)[0].to(outs.dtype)
         extra: dict[str, Any] = {}
         if call.backend == "math":
             extra["seen"] = _seen(piece, rows[0])
-            extra["dlse"] = None if dlse is None else _flat(dlse.mT[:, tokens, h])
-        slopes = BACKENDS[call.backend].backward(
-            douts, *rows, outs, _flat(lse.mT[:, tokens, h]), call.causal, call.scale, **extra
-        )
+            extra["dlse"] = None if dlse is None else _taken(dlse.mT, piece, t, h)
+        slopes = BACKENDS[call.backend].backward(douts, *rows, outs, levels, call.causal, call.scale, **extra)
         mine, *others = (x.view(B, *t.shape, D).to(wide) for x in slopes)
         dq[:, t, h] += mine
         heads = (piece.heads.numel(), H // k.shape[2])
@@ -166,8 +164,17 @@ def _rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A piece's rows of q, k and v, [B * segments, heads, rows, D]."""
     t, h, kv = place
-    t = t.clamp(max=q.shape[1] - 1) if piece.seen is not None else t
-    return _flat(q[:, t, h]), _flat(k[:, t, kv]), _flat(v[:, t, kv])
+    return _taken(q, piece, t, h), _taken(k, piece, t, kv), _taken(v, piece, t, kv)
+
+
+def _taken(x: Tensor, piece: Piece, t: Tensor, h: Tensor) -> Tensor:
+    """x [B, T, H, ...] at tokens t and heads h, [B * segments, heads, rows, ...]; zeros where a row is
+    missing, as what lies outside of all documents may be NaN."""
+    if piece.seen is None:
+        return _flat(x[:, t, h])
+    rows = x[:, t.clamp(max=x.shape[1] - 1), h]
+    missing = (t == x.shape[1]).view(*t.shape, *[1] * (x.dim() - 3))
+    return _flat(rows.masked_fill(missing, 0.0))
 
 
 def _flat(x: Tensor) -> Tensor:
