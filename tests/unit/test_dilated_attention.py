@@ -39,6 +39,34 @@ def drawn(T: int, H: int = 4, kv: int = 2, D: int = 8, B: int = 1) -> Args:
     return tuple(x.requires_grad_() for x in tensors)  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_lies_outside_of_documents_may_be_nan(causal: bool) -> None:
+    borders, inside = torch.tensor([0, 5, 9]), slice(0, 9)
+    found = []
+    for outside in (0.0, math.nan):
+        inputs = drawn(12)
+        with torch.no_grad():
+            for x in inputs:
+                x[:, 9:] = outside
+        y = dilated_attention(*inputs, (4, 9), (1, 2), causal=causal, cu_seqlens=borders)
+        assert isinstance(y, Tensor)
+        dy = torch.ones_like(y)
+        dy[:, 9:] = outside
+        found.append([y, *torch.autograd.grad(y, inputs, dy)])
+    for clean, mine in zip(*found, strict=True):
+        assert torch.equal(clean[:, inside], mine[:, inside])
+        assert not mine[:, 9:].any()
+
+
+@pytest.mark.parametrize(("B", "T", "H"), [(0, 5, 2), (2, 0, 2), (2, 5, 0)], ids=str)
+def test_no_rows_have_no_gradients(B: int, T: int, H: int) -> None:
+    inputs = drawn(T, H, 2, 8, B)
+    y = dilated_attention(*inputs, (2, 4), (1, 2))
+    assert isinstance(y, Tensor)
+    gradients = torch.autograd.grad(y, inputs, torch.ones_like(y))
+    assert all(torch.equal(grad, torch.zeros_like(x)) for grad, x in zip(gradients, inputs, strict=True))
+
+
 def results(found: Any, inputs: Args) -> list[Tensor]:
     """y, lse and the gradients, given the same cotangents each time; unselected rows' lse counts for none."""
     generator = torch.Generator().manual_seed(1)
@@ -265,6 +293,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rates": (2, 1)}, ValueError, "must not decrease"),
     ({"rates": (1, 9)}, ValueError, "rate 9 is above its segment 8"),
     ({"segments": (4, 8.5)}, TypeError, "tuples of whole numbers"),
+    ({"segments": None}, TypeError, "None, not a tuple.*pass tuples of whole numbers"),
+    ({"rates": 2}, TypeError, "2, not a tuple.*pass tuples of whole numbers"),
+    ({"phase": None}, ValueError, "None, not a table.*expected 'mod', 'block' or a table"),
+    ({"phase": (0, 1)}, ValueError, "'mod', 'block' or a table"),
     ({"phase": "odd"}, ValueError, "'mod', 'block' or a table"),
     ({"phase": [[0, 0]]}, ValueError, "2 rows"),
     ({"phase": [[0, 0], [0, 2]]}, ValueError, r"must lie in 0\.\.1"),

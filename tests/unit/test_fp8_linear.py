@@ -149,6 +149,14 @@ def test_gradients_are_those_of_the_linear_layer() -> None:
     assert 0.01 < off < 0.15  # two bits behind the leading one
 
 
+def test_forward_derivatives_are_those_of_the_linear_layer() -> None:
+    inputs = torch.randn(2, 3, 5), torch.randn(4, 5), torch.randn(4)
+    tangents = tuple(torch.randn_like(t) for t in inputs)
+    _, found = torch.func.jvp(fp8_linear, inputs, tangents)
+    _, expected = torch.func.jvp(torch.nn.functional.linear, inputs, tangents)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     ("candidate", "grad", "bias"),
     [

@@ -380,3 +380,21 @@ def test_the_grid_is_valid() -> None:
     for case in OP.cases():
         OP.check(case)
         assert OP.cost(case).flops > OP.cost(case.without_grad()).flops or not case.needs_grad
+
+
+def test_transforms_of_torch_func_agree_with_autograd() -> None:
+    args = drawn(1, 5, 3, 4, 2)
+    tangents = [torch.randn_like(x) for x in args]
+
+    def loss(*args: Tensor) -> Tensor:
+        o, *_ = memory_scan(*args[:3], args[3:7], args[7:11], *args[11:], 2)  # type: ignore[arg-type]
+        return o.square().sum()
+
+    expected = torch.autograd.grad(loss(*args), args)
+    fixed = [x.detach() for x in args]
+    places = tuple(range(len(args)))
+    torch.testing.assert_close(torch.func.grad(loss, places)(*fixed), expected)
+    rows = torch.func.vmap(torch.func.grad(loss, places))(*[x[None] for x in fixed])
+    torch.testing.assert_close([row[0] for row in rows], list(expected))
+    _, slope = torch.func.jvp(loss, tuple(fixed), tuple(tangents))
+    torch.testing.assert_close(slope, sum((g * t).sum() for g, t in zip(expected, tangents, strict=True)))

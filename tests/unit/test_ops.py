@@ -94,3 +94,34 @@ def test_torch_jit_trace_gives_the_same_at_any_length(name: str) -> None:
     for T in (20, 7, 100):
         args = ARGS[name](T)
         torch.testing.assert_close(traced(*args), plain(*args))
+
+
+@pytest.mark.parametrize(
+    "given", [None, 3, randn(4), iter([randn(2, 2)])], ids=lambda given: type(given).__name__
+)
+def test_what_is_no_list_is_refused_by_name(given: Any) -> None:
+    """Also a generator, such as model.parameters()."""
+    ops, one = bakeoff.ops, [randn(2, 2)]
+    step = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0, "step": torch.zeros(())}
+    tokens, rate = randn(1, 3, 4), torch.ones(1, 3)
+    calls: dict[str, Callable[[], Any]] = {
+        "adamw_: params must be a list": lambda: ops.adamw_(given, one, one, one, **step),
+        "adamw_: grads must be a list": lambda: ops.adamw_(one, given, one, one, **step),
+        "global_norm: grads must be a list": lambda: ops.global_norm(given),
+        "muon_: params must be a list": lambda: ops.muon_(given, one, one, lr=0.1),
+        "muon_: momentum must be a list": lambda: ops.muon_(one, one, given, lr=0.1),
+    }
+    for message, call in calls.items():
+        with pytest.raises(TypeError, match=message):
+            call()
+    memory: Any = _memory()
+    with pytest.raises(ValueError, match="memory_scan: momentum must be four tensors"):
+        ops.memory_scan(tokens, tokens, tokens, memory, given, rate, rate, rate)
+    with pytest.raises(ValueError, match="memory_update: memory must be four tensors"):
+        ops.memory_update(tokens, tokens, given, memory, *rate.T)
+
+
+def test_gates_of_other_dtypes_are_refused_by_name() -> None:
+    tokens, memory, gate = randn(2, 3, 4), _memory(), torch.ones(2)
+    with pytest.raises(TypeError, match=r"memory_update: decay is torch\.complex64"):
+        bakeoff.ops.memory_update(tokens, tokens, memory, memory, gate, gate.to(torch.complex64), gate)

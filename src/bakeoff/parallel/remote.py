@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bakeoff.derivatives import once_differentiable
 from bakeoff.parallel import blocks, handover
 from bakeoff.parallel.blocks import Rows, Slopes
 from bakeoff.parallel.exchange import Layout
@@ -82,7 +83,7 @@ class _Exchanged(torch.autograd.Function):
         return y, lse.mT.contiguous()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("attention over several ranks", "take one rank")
     def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> Any:
         call: _Call = ctx.call
         q, k, v, lse, y, outputs = ctx.saved_tensors

@@ -10,7 +10,7 @@ from bakeoff.ops.adamw.arguments import check_sums, fitting, scalar
 from bakeoff.ops.adamw.group import Hyper
 from bakeoff.ops.adamw.op import NORM, OP, check_hyper
 from bakeoff.ops.adamw.update import guard, overlap, take_step
-from bakeoff.select.declare.lists import as_list
+from bakeoff.select.declare.lists import as_list, check_list
 
 __all__ = ["NORM", "OP", "adamw_", "global_norm"]
 
@@ -85,6 +85,7 @@ def adamw_(
         (tensor([0.9000, 0.9000, 0.9000]), tensor(1.))
     """
     check_hyper(lr, beta1, beta2, eps, weight_decay)
+    check_list(params, "adamw_: params")
     if not len(params):
         return
     counts = step if isinstance(step, Sequence) else [step]
@@ -122,6 +123,7 @@ def global_norm(grads: Sequence[Tensor], *, impl: str | None = None) -> Tensor:
         >>> global_norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
         tensor(5.)
     """
+    check_list(grads, "global_norm: grads")
     if not len(grads):
         raise ValueError("global_norm: no gradients given")
     return guard([as_list(list(grads), "global_norm: grads")], impl=impl).norm

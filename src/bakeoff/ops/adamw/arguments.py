@@ -9,7 +9,7 @@ from torch import Tensor
 from bakeoff.ops.adamw.group import Group
 from bakeoff.ops.adamw.op import check_lists
 from bakeoff.select import Case
-from bakeoff.select.declare.lists import TensorList, as_list
+from bakeoff.select.declare.lists import TensorList, as_list, check_list
 
 __all__ = ["check_sums", "fitting", "scalar"]
 
@@ -23,17 +23,16 @@ def fitting(
     master: Sequence[Tensor] | None,
 ) -> Group:
     """The group, with counters that have no dimensions; raises for lists that don't fit."""
-    given = {"params": params, "grads": grads, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "master": master}
+    given = {"params": params, "grads": grads, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if master is not None:
+        given["master"] = master
     for name, tensors in given.items():
-        if tensors is not None and len(tensors) != len(params):
+        check_list(tensors, f"adamw_: {name}")
+        if len(tensors) != len(params):
             raise ValueError(
                 f"adamw_: {len(tensors)} tensors in {name}, expected one for each of {len(params)} parameters"
             )
-    columns = {
-        name: as_list(list(tensors), f"adamw_: {name}")
-        for name, tensors in given.items()
-        if tensors is not None
-    }
+    columns = {name: as_list(list(tensors), f"adamw_: {name}") for name, tensors in given.items()}
     device = columns["params"].device
     for name, column in columns.items():
         if name != "grads":

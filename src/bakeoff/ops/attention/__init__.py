@@ -34,7 +34,8 @@ def attention(
         window: how many positions a query sees at most, its own included; with `causal`.
         scale: of the scores, above 0; by default D^-0.5.
         cu_seqlens: [documents + 1], int32 or int64, the borders of documents packed into one row (B = 1,
-            T = S), not decreasing. None sees another; positions outside all give 0.
+            T = S), not decreasing. None sees another; positions outside all give 0. Values must be finite:
+            plain PyTorch multiplies what isn't seen by 0, and a NaN or an infinity stays one.
         lengths: [B], int32 or int64, on the device: how many of the S positions are valid, as in a cache of
             fixed size; the queries are the last T of these. More than S count as S. What lies behind must be
             finite, as zeros are. It is never read on the host, so that a CUDA graph may hold the call.

@@ -79,7 +79,7 @@ def dilated_attention(
     """
     return call(  # type: ignore[no-any-return]
         OP, q, k, v, _text(segments), _text(rates), causal,
-        phase if isinstance(phase, str) else ";".join([_text(row) for row in phase]),
+        phase if isinstance(phase, str) else _rows(phase),
         combine_grad, cu_seqlens, scale, return_lse, impl=impl,
     )  # fmt: skip
 
@@ -99,6 +99,17 @@ def phase_table(rates: Sequence[int], kv_heads: int, layer: int = 0) -> tuple[tu
 
 def _text(sizes: Sequence[int]) -> str:
     """Whole numbers as the op takes them: what decides is a key, and a key is text."""
+    if not _many(sizes):
+        return f"{sizes!r}, not a tuple"  # which the op's check refuses
     if is_compiling():  # sizes that torch.compile keeps open, such as T // 4, become those of this call
         sizes = [len(range(size)) if isinstance(size, int) and size > 0 else size for size in sizes]
     return ",".join([str(size) for size in sizes])
+
+
+def _rows(table: Table) -> str:
+    """A table as the op takes it."""
+    return ";".join([_text(row) for row in table]) if _many(table) else f"{table!r}, not a table"
+
+
+def _many(sizes: object) -> bool:
+    return sizes is not None and not isinstance(sizes, int | float | str | torch.Tensor)

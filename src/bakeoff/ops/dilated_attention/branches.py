@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from bakeoff.attention_backends.inputs import exact, readable, width_refused
 from bakeoff.attention_backends.rows import BACKENDS
+from bakeoff.derivatives import once_differentiable
 from bakeoff.ops.dilated_attention import plain
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.select.declare.case import Case
@@ -127,7 +128,7 @@ class _Even(torch.autograd.Function):
         return y, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("dilated_attention", "its definition can, bakeoff.ops.dilated_attention.reference")
     def backward(ctx: Any, dy: Tensor, dlse: Any) -> Any:
         del dlse
         (name, pattern, causal, scale), (q, k, v, y, lse, *outs) = ctx.fixed, ctx.saved_tensors

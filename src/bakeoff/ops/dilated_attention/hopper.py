@@ -78,8 +78,9 @@ def _dense(x: Tensor) -> Tensor:
 
 def _branch(x: Tensor, w: int, rate: int, tile: tuple[int, ...]) -> View:
     """x [B, T, h, D] as [B * segments, rows, rate, h, D]: a token is segment w + row rate + phase."""
-    (B, T, heads, D), (_, t, h, _) = x.shape, x.stride()
-    t, h = (8 if size == 1 else stride for size, stride in ((T, t), (heads, h)))
+    (B, T, heads, D), (b, t, h, _) = x.shape, x.stride()
+    # A stride that leads nowhere may be any number, and the copy engine takes multiples of 16 bytes alone.
+    t, h = (8 if size == 1 else stride for size, stride in ((B * T, b if T == 1 else t), (heads, h)))
     return View((B * T // w, w // rate, rate, heads, D), (w * t, rate * t, t, h, 1), tile)
 
 

@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 
 from bakeoff.attention_backends.inputs import exact, watched
 from bakeoff.attention_backends.rows import BACKENDS
+from bakeoff.derivatives import once_differentiable
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 
@@ -122,27 +123,25 @@ def backward(
     dy: Tensor, dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    B, T = q.shape[:2]
+    B, T, H, D = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (x.new_zeros((B, T + 1, *x.shape[2:]), dtype=wide) for x in (q, k, v))
     for _, piece, place in _placed(call, q, k, cu):
         t, h, _ = place
-        rows, tokens = _rows(q, k, v, piece, place), t.clamp(max=T - 1) if piece.seen is not None else t
-        douts, outs = (_flat(x[:, tokens, h]) for x in (dy, y))
+        rows = _rows(q, k, v, piece, place)
+        douts, outs, levels = (_taken(x, piece, t, h) for x in (dy, y, lse.mT))
         if call.detached:
             outs = _run(call, piece, *rows)[0].to(outs.dtype)
         extra: dict[str, Any] = {}
         if call.backend == "math":
             extra["seen"] = _seen(piece, rows[0])
-            extra["dlse"] = None if dlse is None else _flat(dlse.mT[:, tokens, h])
-        slopes = BACKENDS[call.backend].backward(
-            douts, *rows, outs, _flat(lse.mT[:, tokens, h]), call.causal, call.scale, **extra
-        )
-        mine, *others = (x.view(B, *t.shape, -1).to(wide) for x in slopes)
+            extra["dlse"] = None if dlse is None else _taken(dlse.mT, piece, t, h)
+        slopes = BACKENDS[call.backend].backward(douts, *rows, outs, levels, call.causal, call.scale, **extra)
+        mine, *others = (x.view(B, *t.shape, D).to(wide) for x in slopes)
         dq[:, t, h] += mine
-        heads = (t.shape[0], piece.heads.numel(), -1)
+        heads = (piece.heads.numel(), H // k.shape[2])
         for whole, slope in zip((dk, dv), others, strict=True):
-            shared = slope.view(B, *heads, *slope.shape[3:]).sum(3)
+            shared = slope.unflatten(2, heads).sum(3)
             whole[:, piece.tokens, piece.heads[:, None]] += shared
     return dq[:, :T].to(q.dtype), dk[:, :T].to(k.dtype), dv[:, :T].to(v.dtype)
 
@@ -165,8 +164,17 @@ def _rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A piece's rows of q, k and v, [B * segments, heads, rows, D]."""
     t, h, kv = place
-    t = t.clamp(max=q.shape[1] - 1) if piece.seen is not None else t
-    return _flat(q[:, t, h]), _flat(k[:, t, kv]), _flat(v[:, t, kv])
+    return _taken(q, piece, t, h), _taken(k, piece, t, kv), _taken(v, piece, t, kv)
+
+
+def _taken(x: Tensor, piece: Piece, t: Tensor, h: Tensor) -> Tensor:
+    """x [B, T, H, ...] at tokens t and heads h, [B * segments, heads, rows, ...]; zeros where a row is
+    missing, as what lies outside of all documents may be NaN."""
+    if piece.seen is None:
+        return _flat(x[:, t, h])
+    rows = x[:, t.clamp(max=x.shape[1] - 1), h]
+    missing = (t == x.shape[1]).view(*t.shape, *[1] * (x.dim() - 3))
+    return _flat(rows.masked_fill(missing, 0.0))
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -198,7 +206,7 @@ class _Differentiable(torch.autograd.Function):
         return y, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("dilated_attention", "its definition can, bakeoff.ops.dilated_attention.reference")
     def backward(ctx: Any, dy: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, cu, y, lse = ctx.saved_tensors
         dy = torch.zeros_like(y) if dy is None else dy

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from bakeoff.derivatives import once_differentiable
 from bakeoff.ops.fp8_linear.reference import E4M3, E5M2, quantize
 
 __all__ = ["eager"]
@@ -14,7 +16,8 @@ __all__ = ["eager"]
 def eager(x: Tensor, weight: Tensor, bias: Tensor | None, grad: str) -> Tensor:
     """Values rounded to FP8 and multiplied in float32, where each product of two is exact: the arithmetic of
     the definition on any device, at no gain in time."""
-    y: Tensor = _Linear.apply(x, weight, bias, grad)  # type: ignore[no-untyped-call]
+    function = _Linear if is_compiling() else _WithTangents
+    y: Tensor = function.apply(x, weight, bias, grad)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -31,9 +34,10 @@ class _Linear(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, weight, _, ctx.grad = inputs
         ctx.save_for_backward(x, weight)
+        ctx.save_for_forward(x, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("fp8_linear", "take torch.nn.functional.linear")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dweight = dbias = None
@@ -46,6 +50,19 @@ class _Linear(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 dbias = rows.sum(0)
         return dx, dweight, dbias, None
+
+
+class _WithTangents(_Linear):
+    """For forward-mode derivatives, which torch.compile refuses to trace."""
+
+    @staticmethod
+    def jvp(
+        ctx: Any, x_tangent: Tensor, weight_tangent: Tensor, bias_tangent: Tensor | None, _: Any
+    ) -> Tensor:
+        x, weight = ctx.saved_tensors
+        with _without_autocast(x):
+            y_tangent: Tensor = x_tangent @ weight.t() + x @ weight_tangent.t()
+            return y_tangent if bias_tangent is None else y_tangent + bias_tangent
 
 
 def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bakeoff.derivatives import once_differentiable
 from bakeoff.ops.fp8_linear.reference import E4M3, E5M2, quantize
 from bakeoff.select.declare.compiled import compiled as compile_formula
 
@@ -29,7 +30,7 @@ class _Linear(torch.autograd.Function):
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("fp8_linear", "take torch.nn.functional.linear")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dweight = dbias = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bakeoff.derivatives import once_differentiable
 from bakeoff.select import Case
 
 __all__ = ["fla", "fla_supports", "liger", "liger_supports", "quack", "quack_supports"]
@@ -55,7 +56,7 @@ class _Quack(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("layer_norm's peers", "pass impl='eager'")
     def backward(ctx: Any, dy: Any) -> Any:
         from quack.rmsnorm import layernorm_bwd
 

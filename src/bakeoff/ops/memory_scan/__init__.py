@@ -5,6 +5,7 @@ import torch
 
 from bakeoff.ops.memory_scan.op import OP
 from bakeoff.ops.memory_scan.stream import Memory, MemoryState, memory_stream
+from bakeoff.ops.memory_update.parts import check_parts
 from bakeoff.select import call
 
 __all__ = ["OP", "Memory", "MemoryState", "memory_scan", "memory_stream"]
@@ -90,6 +91,7 @@ def memory_scan(
         >>> o  # one step at rate 1/2 stores the value exactly, in the bias
         tensor([[[1., 1.]]])
     """
+    check_parts("memory_scan", memory, momentum)
     out: tuple[torch.Tensor, ...] = call(
         OP, q, k, v, *memory, *momentum, lr, decay, forget, chunk, read, orthogonalize, impl=impl
     )

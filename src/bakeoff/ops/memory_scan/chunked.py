@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bakeoff.derivatives import once_differentiable
 from bakeoff.ops.memory_scan.plain import chunk_step, working_dtype
 
 __all__ = ["chunked"]
@@ -41,7 +42,7 @@ class _Chunked(torch.autograd.Function):
         return (o, *state)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("memory_scan's 'chunked'", "pass impl='eager'")
     def backward(ctx: Any, do: torch.Tensor, *coming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tokens, starts = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
         found = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tokens]

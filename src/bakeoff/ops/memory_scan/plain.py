@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.compiler import is_compiling
 
 from bakeoff.ops.memory_scan.reference import moved
+from bakeoff.select.choose.hot import transformed
 from bakeoff.select.declare.compiled import compiled as compile_formula
 
 Ends = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
@@ -176,6 +178,8 @@ def _behind(x: torch.Tensor) -> torch.Tensor:
 
 
 def _products(x: torch.Tensor) -> torch.Tensor:
+    if not is_compiling() and transformed():  # transforms go through PyTorch's own functions alone
+        return products(x)
     return _Products.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -187,7 +191,6 @@ class _Products(torch.autograd.Function):
         return found
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dfound: torch.Tensor) -> torch.Tensor:
         return products_backward(ctx.saved_tensors[0], dfound)
 

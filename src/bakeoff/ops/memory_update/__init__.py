@@ -10,8 +10,10 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable, which impo
 from torch.compiler import is_compiling
 
 from bakeoff.ops.memory_update.op import IN_PLACE, OP
+from bakeoff.ops.memory_update.parts import check_parts
 from bakeoff.select import call
 from bakeoff.select.choose.hot import transformed
+from bakeoff.select.declare.arguments import FLOATING
 
 __all__ = ["IN_PLACE", "OP", "memory_update", "memory_update_"]
 
@@ -160,13 +162,13 @@ def memory_update_(
 
 def _check(memory: Any, momentum: Any, *gates: Any) -> None:
     """What the rules of the op's single arguments can't say."""
-    for name, given in (("memory", memory), ("momentum", momentum)):
-        if isinstance(given, Tensor) or len(given) != 4:
-            raise ValueError(f"memory_update: {name} must be four tensors, (w1, b1, w2, b2)")
+    check_parts("memory_update", memory, momentum)
     if is_compiling() or transformed():  # there values can't be looked at
         return
     for name, gate, most in zip(("lr", "decay", "forget"), gates, (float("inf"), 1.0, 1.0), strict=True):
-        if not isinstance(gate, Tensor) or gate.device.type != "cpu":
+        if not isinstance(gate, Tensor) or gate.device.type != "cpu" or gate.layout != torch.strided:
+            continue
+        if not FLOATING.allow(gate.dtype):
             continue
         if not bool(((gate >= 0) & (gate <= most)).all()):
             limits = ">= 0" if name == "lr" else "in [0, 1]"

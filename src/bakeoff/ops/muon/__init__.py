@@ -11,6 +11,7 @@ from bakeoff.ops.muon.arguments import fitting, scalars, sums_for
 from bakeoff.ops.muon.op import OP, check_settings
 from bakeoff.ops.muon.settings import Settings
 from bakeoff.ops.muon.update import take_step
+from bakeoff.select.declare.lists import check_list
 
 __all__ = ["OP", "muon_"]
 
@@ -83,6 +84,7 @@ def muon_(
         (tensor(True), True)
     """
     check_settings(lr, momentum_decay, weight_decay, steps, scale)
+    check_list(params, "muon_: params")
     if not len(params):
         return
     matrices = fitting(params, grads, momentum, direction)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bakeoff.ops.muon.op import REAL
 from bakeoff.ops.muon.settings import Matrices
-from bakeoff.select.declare.lists import TensorList
+from bakeoff.select.declare.lists import TensorList, check_list
 
 __all__ = ["fitting", "scalars", "sums_for"]
 
@@ -20,11 +20,12 @@ def fitting(
     direction: Sequence[Tensor] | None,
 ) -> Matrices:
     """The matrices; raises for lists that don't fit."""
-    given = {"params": params, "grads": grads, "momentum": momentum, "direction": direction}
+    given = {"params": params, "grads": grads, "momentum": momentum}
+    if direction is not None:
+        given["direction"] = direction
     columns: dict[str, TensorList] = {}
     for name, tensors in given.items():
-        if tensors is None:
-            continue
+        check_list(tensors, f"muon_: {name}")
         if len(tensors) != len(params):
             raise ValueError(
                 f"muon_: {len(tensors)} tensors in {name}, expected one for each of {len(params)} parameters"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bakeoff import hardware
+from bakeoff.derivatives import once_differentiable
 from bakeoff.select import Case
 from bakeoff.select.declare.installed import missing
 
@@ -37,7 +38,7 @@ class _Native(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("rms_norm's 'native'", "pass impl='eager'")
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from torch._native.ops.norm import rmsnorm_impl
 

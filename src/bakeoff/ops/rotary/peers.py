@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from bakeoff.derivatives import once_differentiable
+
 __all__ = ["fla", "liger", "quack"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -29,7 +31,7 @@ class _Liger(torch.autograd.Function):
         return q.transpose(1, 2), k.transpose(1, 2)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable("rotary's 'liger'", "pass impl='eager'")
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         from liger_kernel.ops.rope import rope_backward
 

@@ -17,7 +17,7 @@ try:
 except ImportError:  # a private name: without it every list is read anew
     _Guards = None  # type: ignore[assignment,misc]
 
-__all__ = ["ListMeta", "TensorList", "as_list", "is_list"]
+__all__ = ["ListMeta", "TensorList", "as_list", "check_list", "is_list"]
 
 _PLAIN = frozenset({Tensor, Parameter})
 
@@ -156,6 +156,13 @@ class TensorList(list[Tensor]):
 def is_list(value: Any) -> bool:
     """Whether an argument is a list of tensors, as far as its type tells."""
     return isinstance(value, list | tuple)
+
+
+def check_list(value: Any, label: str) -> None:
+    """Raises TypeError for what is no list of anything, such as a generator or None."""
+    if isinstance(value, Tensor) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+        fix = "a tensor alone goes in brackets" if isinstance(value, Tensor) else "list(...) makes one"
+        raise TypeError(f"{label} must be a list of tensors, got {type(value).__name__}; {fix}")
 
 
 def as_list(value: Sequence[Tensor], label: str = "tensors") -> TensorList:
