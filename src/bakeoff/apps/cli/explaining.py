@@ -45,6 +45,8 @@ def run(
         _refuse_options("--device", "--json")
         _show_run(Path(words[0]), as_json=as_json)
         return
+    if len(words) == 1 and "/" in words[0]:
+        raise RunError(f"there is no folder {words[0]}: give the one that bakeoff train printed")
     pasted = split_key(" ".join(words))
     if pasted:
         name, arguments, device, regime = pasted
