@@ -252,6 +252,24 @@ def test_what_can_not_be_meant_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_torn_selection_is_not_called_missing(tmp_path: Path) -> None:
+    (tmp_path / "selection.json").touch()
+    done = CliRunner().invoke(main, ["explain", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "selection.json can't be read or is torn: delete it" in done.stderr
+
+
+def test_a_reason_is_given_once() -> None:
+    op = find_op("attention")
+    (flash,) = (candidate for candidate in op.candidates if candidate.name == "flash")
+    assert flash.reasons(Case(op.cases()[0].args, "cpu")) == ["runs on CUDA, not on cpu"]
+
+
+def test_every_part_is_found_from_the_package() -> None:
+    parts = "import bakeoff; bakeoff.parallel.joined; bakeoff.optim.AdamW; bakeoff.nn.RMSNorm"
+    assert subprocess.run([sys.executable, "-c", parts], env=OURS).returncode == 0
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_help_onto_a_full_disk() -> None:
     with open("/dev/full", "w") as full:

@@ -79,7 +79,10 @@ def _show_run(run_dir: Path, *, as_json: bool) -> None:
     """What every call of a run's steps runs, and why."""
     found = read_selection(run_dir)
     if found is None:
-        raise RunError(f"{run_dir} holds no selection.json: give the folder that bakeoff train printed")
+        held = run_dir / "selection.json"
+        if not held.is_file():
+            raise RunError(f"{run_dir} holds no selection.json: give the folder that bakeoff train printed")
+        raise RunError(f"{held} can't be read or is torn: delete it, and bakeoff train writes it anew")
     if as_json:
         print_json(found.calls)
     else:
