@@ -265,6 +265,15 @@ def test_a_reason_is_given_once() -> None:
     assert flash.reasons(Case(op.cases()[0].args, "cpu")) == ["runs on CUDA, not on cpu"]
 
 
+def test_a_wrong_variable_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bakeoff", "explain"],
+        env={**OURS, "BAKEOFF_POLICY": "none"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: BAKEOFF_POLICY: there is no policy 'none'")
+
+
 def test_every_part_is_found_from_the_package() -> None:
     parts = "import bakeoff; bakeoff.parallel.joined; bakeoff.optim.AdamW; bakeoff.nn.RMSNorm"
     assert subprocess.run([sys.executable, "-c", parts], env=OURS).returncode == 0
