@@ -57,6 +57,7 @@ _MODULES = (
     "nn",
     "ops",
     "optim",
+    "parallel",
     "select",
     "token_order",
     "train",

@@ -218,7 +218,8 @@ def test_text_is_measured_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     heard: list[decode.DecodeRow] = []
     decode.run_decode("cpu", out, hear=heard.append)
     decode.run_decode("cpu", out, hear=heard.append, resume=True)
-    decode.run_decode("cpu", out, hear=heard.append, text="nothing has this name")
+    with pytest.raises(results.ResultsError, match="chooses nothing; there are LLMMed tiny"):
+        decode.run_decode("cpu", out, hear=heard.append, text="nothing has this name")
     (row,) = heard
     assert row.tokens_per_s == pytest.approx(1e6 / row.step_us)
     assert row.seq == 64 + 16 + 4 * 16

@@ -226,6 +226,68 @@ def test_bad_data(tmp_path: Path, content: bytes | None, message: str) -> None:
         assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["train", "--out", ""], 2, "'--out': it is empty: give a path, . for the folder here"),
+        (["train", "--out", "a", "train.run_dir=b"], 1, "train.run_dir and --out set the same: leave one"),
+        (["train", "--config", "none"], 1, "can't read the configuration none: No such file or directory"),
+        (["explain", "runs/none"], 1, "there is no folder runs/none: give the one that bakeoff train"),
+        (["compare", "--model", "", "--steps", "2"], 1, "--model is empty: give it a recipe"),
+        (["compare", "--model", "llm-med-tiny", "--lr", "nan"], 1, "learning rates must be finite and above"),
+        (["order", "4x4", "--segments", "4", "--rates", "1", "--svg", "/dev/null"], 1, "give --svg another"),
+        *(
+            (["bench", "--suite", suite, "--filter", "none", "--device", "cpu"], 1, "'none' chooses nothing")
+            for suite in ("step", "decode", "ranks", "context")
+        ),
+    ],
+)
+def test_what_can_not_be_meant_is_refused(
+    arguments: list[str], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == status
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torn_selection_is_not_called_missing(tmp_path: Path) -> None:
+    (tmp_path / "selection.json").touch()
+    done = CliRunner().invoke(main, ["explain", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "selection.json can't be read or is torn: delete it" in done.stderr
+
+
+def test_a_reason_is_given_once() -> None:
+    op = find_op("attention")
+    (flash,) = (candidate for candidate in op.candidates if candidate.name == "flash")
+    assert flash.reasons(Case(op.cases()[0].args, "cpu")) == ["runs on CUDA, not on cpu"]
+
+
+def test_a_wrong_variable_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bakeoff", "explain"],
+        env={**OURS, "BAKEOFF_POLICY": "none"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: BAKEOFF_POLICY: there is no policy 'none'")
+
+
+def test_every_part_is_found_from_the_package() -> None:
+    parts = "import bakeoff; bakeoff.parallel.joined; bakeoff.optim.AdamW; bakeoff.nn.RMSNorm"
+    assert subprocess.run([sys.executable, "-c", parts], env=OURS).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_help_onto_a_full_disk() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "bakeoff", "--help"], stdout=full, stderr=subprocess.PIPE, env=OURS
+        )
+    assert (done.returncode, done.stderr) == (1, b"Error: No space left on device\n")
+
+
 def test_debug_shows_the_traceback() -> None:
     done = cli("--debug", "train", "lm-med")
     assert isinstance(done.exception, BakeoffError)

@@ -1,6 +1,7 @@
 """`bakeoff export`: a program that runs where there is no bakeoff and gives the model's logits."""
 
 import re
+import resource
 import subprocess
 import sys
 import textwrap
@@ -109,6 +110,30 @@ def test_what_can_not_be_exported_is_said_first(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["export", str(tmp_path / "none")])
     assert done.exit_code == 1
     assert "none holds no checkpoint" in done.stderr
+
+
+def test_what_lies_in_the_folder_stays(tmp_path: Path) -> None:
+    run_dir, out = saved(MODELS["llm-med"], tmp_path / "run"), tmp_path / "out"
+    export(run_dir, out)
+    (run_dir / "config.toml").write_text("of the run")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for folder in (out, run_dir):
+        with pytest.raises(ExportError, match="is not empty: give another --out"):
+            export(run_dir, folder)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("room", [1_000, 30_000])  # for less than the weights; for these, but not the program
+def test_a_full_disk_is_named_and_no_half_stays(room: int, tmp_path: Path) -> None:
+    run_dir = saved(MODELS["llm-med"], tmp_path / "run")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(ExportError, match=r"can't write to .*out \(File too large\): give another --out"):
+            export(run_dir, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 KINDS: list[Any] = [

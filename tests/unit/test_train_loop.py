@@ -425,6 +425,8 @@ def test_resuming_refuses_what_does_not_fit(
         train(resolve(base, None, ["train.resume=never"]), console=QUIET)
     with pytest.raises(CheckpointError, match=r"holds another model \(model.d_model=64, was 32\)"):
         train(resolve(base, None, ["model.d_model=64"]), console=QUIET)
+    with pytest.raises(CheckpointError, match=r"another model \(model.kind='byte-spectral', was 'llm-med'\)"):
+        train(resolve(base, None, ["model.kind=byte-spectral"]), console=QUIET)
     with pytest.raises(CheckpointError, match="holds no checkpoint: give a run's folder"):
         train(resolve(base, None, [f"train.resume={tmp_path / 'none'}"]), console=QUIET)
     elsewhere = resolve(base, None, [f"train.resume={base.train.run_dir}", f"train.run_dir={tmp_path / 'b'}"])

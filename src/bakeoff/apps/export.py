@@ -1,6 +1,7 @@
 """A trained run for programs that have no bakeoff: its weights as safetensors, and its model as a program of
 torch.export, which holds the weights and plain PyTorch operators and nothing else."""
 
+import io
 import warnings
 from pathlib import Path
 
@@ -72,25 +73,35 @@ def export(run: Path, out: Path) -> Exported:
     model, config = load_run(run)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise ExportError(f"{out} is not empty: give another --out")
+        taken = any(out.iterdir())
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    if taken:
+        raise ExportError(f"{out} is not empty: give another --out")
+    try:
         weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        safetensors.torch.save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
+        (out / WEIGHTS).write_bytes(safetensors.torch.save(weights, metadata={"format": "pt"}))
         (out / CONFIG).write_text(to_toml(config), "utf-8")
         return _write_program(model, config, out)
-    except OSError as error:
-        raise ExportError(f"can't write to {out} ({error.strerror or error}): give another --out") from None
-    except BaseException:
-        for name in (WEIGHTS, CONFIG, PROGRAM):
+    except BaseException as error:
+        for name in (WEIGHTS, CONFIG, PROGRAM):  # no half of an export stays
             (out / name).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _unwritable(out, error) from None
         raise
+
+
+def _unwritable(out: Path, error: OSError) -> ExportError:
+    return ExportError(f"can't write to {out} ({error.strerror or error}): give another --out")
 
 
 def _write_program(model: nn.Module, config: Config, out: Path) -> Exported:
     longest = int(config.model.max_seq_len)
     any_length = not getattr(config.model, "bidirectional", False)
     program, any_batch = _traced(model, longest, any_length=any_length)
-    torch.export.save(program, out / PROGRAM)
+    packed = io.BytesIO()  # torch's own writer hides why a file can't be written
+    torch.export.save(program, packed)
+    (out / PROGRAM).write_bytes(packed.getbuffer())
     exported = Exported(out, longest, any_length, any_batch)
     _compare(model, exported)
     return exported

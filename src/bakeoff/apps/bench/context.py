@@ -117,7 +117,11 @@ def run_context(
     """
     with together(device, out, "context.json") as ranks:
         ranks.held()
-        for setting in settings(ranks.world.size, ranks.device.type == "cuda"):
+        known = settings(ranks.world.size, ranks.device.type == "cuda")
+        results.require_chosen(
+            text, (f"{setting.name} {method}" for setting in known for method in setting.methods)
+        )
+        for setting in known:
             for method in (m for m in setting.methods if chosen(text, f"{setting.name} {m}")):
                 announce(f"{setting.name}, {method}")
                 row = _row(setting, method, ranks)

@@ -83,10 +83,12 @@ def run_decode(
     Raises:
         ResultsError: `out` can't be read or written, or belongs to another machine or other versions.
     """
+    where = torch.device(device)
+    plan = list(_plan(where))
+    results.require_chosen(text, (name for name, *_ in plan))
     env = results.environment(device)
     file = open_file(out, env)
-    where = torch.device(device)
-    for name, make, rows, mode, precision in _plan(where):
+    for name, make, rows, mode, precision in plan:
         if not chosen(text, name):
             continue
         place = (name, mode, rows, precision)

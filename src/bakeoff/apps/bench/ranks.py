@@ -70,9 +70,11 @@ def run_ranks(
         ResultsError: the file can't be read or written, or belongs to another machine or other versions.
     """
     with together(device, out, "train.json") as ranks:
-        several = ranks.world.size > 1
-        for model, base, batch, seq in _models(ranks.device.type == "cuda"):
-            for mode in ("ddp", "fsdp") if several else ("alone",):
+        modes = ("ddp", "fsdp") if ranks.world.size > 1 else ("alone",)
+        models = _models(ranks.device.type == "cuda")
+        results.require_chosen(text, (f"{model} {mode}" for model, *_ in models for mode in modes))
+        for model, base, batch, seq in models:
+            for mode in modes:
                 for rows in sorted({batch, batch * ranks.world.size}):
                     if not chosen(text, f"{model} {mode}"):
                         continue

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ import torch
 
 import bakeoff
 from bakeoff import hardware
-from bakeoff.apps.bench.suites import Cell
+from bakeoff.apps.bench.suites import Cell, chosen
 from bakeoff.errors import BakeoffError
 from bakeoff.paths import contents
 from bakeoff.select import Candidate, Op, Trial, Verdict, registry
@@ -46,6 +46,7 @@ __all__ = [
     "open_file",
     "ours",
     "read",
+    "require_chosen",
     "rows_of_verdict",
     "slug",
     "write",
@@ -56,6 +57,13 @@ _LARGEST = 2**28  # bytes
 
 class ResultsError(BakeoffError, ValueError):
     """A results file that can't be read or belongs to another machine."""
+
+
+def require_chosen(text: str, names: Iterable[str]) -> None:
+    """Raises ResultsError where `text` chooses none of `names`."""
+    known = list(dict.fromkeys(names))
+    if not any(chosen(text, name) for name in known):
+        raise ResultsError(f"--filter {text!r} chooses nothing; there are {', '.join(known)}")
 
 
 class Env(msgspec.Struct, frozen=True):

@@ -100,9 +100,11 @@ def run_step(
     Raises:
         ResultsError: `out` can't be read or written, or belongs to another machine or other versions.
     """
+    sized = list(_sized(device))
+    results.require_chosen(text, (f"{name} {mode}" for name, _, modes, _ in sized for mode in modes))
     env = results.environment(device)
     file = open_file(out, env)
-    for name, config, modes, steps in _sized(device):
+    for name, config, modes, steps in sized:
         for mode in (mode for mode in modes if chosen(text, f"{name} {mode}")):
             held = [row for row in file.rows if _same(row, name, config, mode)]
             if resume and any(row.get("source_hash") == source_hash() for row in held):

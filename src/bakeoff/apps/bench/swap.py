@@ -20,6 +20,7 @@ import bakeoff
 from bakeoff.apps.bench import results
 from bakeoff.apps.bench.results import File, ResultsError, open_file
 from bakeoff.apps.bench.step import source_hash
+from bakeoff.apps.bench.suites import chosen
 from bakeoff.select import tune
 from bakeoff.timing import seconds_per_call
 
@@ -85,7 +86,8 @@ def run_swap(
     on_gpu = device.startswith("cuda")
     name, settings = ("Llama 1B", _LARGE) if on_gpu else ("Llama tiny", _SMALL)
     batch, seq, steps = (4, 2048, 3) if on_gpu else (2, 16, 1)
-    modes = [mode for mode in MODES if any(part in mode for part in text.split("|"))]
+    results.require_chosen(text, MODES)
+    modes = [mode for mode in MODES if chosen(text, mode)]
     env = results.environment(device)
     file = open_file(out, env)
     torch.manual_seed(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bakeoff.apps.cli.terminal import console, print_plain, working
+from bakeoff.apps.cli.terminal import console, counted, print_plain, working
 from bakeoff.apps.compare import CompareError, compare, pair, table
 from bakeoff.apps.compare.document import path_of
 from bakeoff.apps.train import RECIPES
@@ -63,8 +63,11 @@ def run(
     both = pair(first, second, overrides, data=data, device=device, minutes=minutes, steps=steps)
     out = out or Path("runs", f"compare-{time.strftime('%Y%m%d-%H%M%S')}")
     printer = console()
-    limit = f"{minutes:g} minutes" if minutes is not None else f"{steps} steps"
-    print_plain(printer, f"{first} against {second} on {device}: {seeds} seeds each, {limit} a run, to {out}")
+    limit = f"{minutes:g} minute{'' if minutes == 1 else 's'}" if minutes is not None else f"{steps} steps"
+    print_plain(
+        printer,
+        f"{first} against {second} on {device}: {counted(seeds, 'seed')} each, {limit} a run, to {out}",
+    )
     with working(printer, "measuring the device's limits") as status:
         document = compare(
             *both,

@@ -1,5 +1,6 @@
 """corpus: builds and checks corpora, and says what they hold."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,4 +53,6 @@ def _print(printer: Console, out: Path, manifest: Manifest) -> None:
     printer.print(named_values(rows))
     if aside["bytes"] < 2**20:
         print_plain(printer, "less than 1 MiB is held out: too little to compare models by")
-    print_plain(printer, f"train on it: bakeoff train llm-med --data {out} data.whole_files=true")
+    print_plain(
+        printer, f"train on it: bakeoff train llm-med --data {shlex.quote(str(out))} data.whole_files=true"
+    )

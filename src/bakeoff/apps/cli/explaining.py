@@ -45,6 +45,8 @@ def run(
         _refuse_options("--device", "--json")
         _show_run(Path(words[0]), as_json=as_json)
         return
+    if len(words) == 1 and "/" in words[0]:
+        raise RunError(f"there is no folder {words[0]}: give the one that bakeoff train printed")
     pasted = split_key(" ".join(words))
     if pasted:
         name, arguments, device, regime = pasted
@@ -77,7 +79,10 @@ def _show_run(run_dir: Path, *, as_json: bool) -> None:
     """What every call of a run's steps runs, and why."""
     found = read_selection(run_dir)
     if found is None:
-        raise RunError(f"{run_dir} holds no selection.json: give the folder that bakeoff train printed")
+        held = run_dir / "selection.json"
+        if not held.is_file():
+            raise RunError(f"{run_dir} holds no selection.json: give the folder that bakeoff train printed")
+        raise RunError(f"{held} can't be read or is torn: delete it, and bakeoff train writes it anew")
     if as_json:
         print_json(found.calls)
     else:

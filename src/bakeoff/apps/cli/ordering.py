@@ -41,9 +41,14 @@ def run(
         rows = [(name, *_cells(report)) for name, report in reports.items()]
         console().print(terminal_table([("order", "name"), *((head, "right") for head in heads)], rows))
     if svg is not None:
-        svg.mkdir(parents=True, exist_ok=True)
-        for name, order in found.items():
-            (svg / f"order-{name}.svg").write_text(order.svg(segment=branches[0][0]), "utf-8")
+        try:
+            svg.mkdir(parents=True, exist_ok=True)
+            for name, order in found.items():
+                (svg / f"order-{name}.svg").write_text(order.svg(segment=branches[0][0]), "utf-8")
+        except OSError as error:
+            raise BakeoffError(
+                f"can't write to {svg} ({error.strerror}): give --svg another folder"
+            ) from None
         print_plain(console(), f"pictures: {svg}")
 
 

@@ -1,6 +1,7 @@
 """compare --model: a plan of runs."""
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,9 +40,13 @@ def run(
 ) -> None:
     """Carry out a plan, or go on with it, and print its table and where it is."""
     device = str(current_device(device))
+    if not all(map(str.split, models)):
+        raise CompareError("--model is empty: give it a recipe, such as llm-med")
     size = size or ("small" if device.startswith("cuda") else "tiny")
     named = [" ".join([at_size(name, size), *rest]) for name, *rest in map(str.split, models)]
     rates = _numbers(lr, float, "--lr", "5e-4,1e-3,2e-3")
+    if not all(0.0 < rate < math.inf for rate in rates):
+        raise CompareError(f"--lr {lr!r}: learning rates must be finite and above 0")
     found = entries(named, overrides, rates=rates, data=data, device=device)
     given = {"steps": steps, "minutes": minutes, "flops": flops}
     budgets = [Budget(kind, amount) for kind, amount in given.items() if amount is not None]  # type: ignore[arg-type]

@@ -325,7 +325,9 @@ def _check(folder: Path) -> None:
             if path.stat().st_size != expected["bytes"] or _crc32(path) != expected["crc32"]:
                 raise CheckpointError(f"{path} is torn: it does not match manifest.json")
     except OSError as error:
-        raise CheckpointError(f"can't read the checkpoint {folder}: {error}") from None
+        raise CheckpointError(
+            f"can't read the checkpoint {folder}: {error.filename or ''} ({error.strerror or error})"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / 'manifest.json'} is torn: {error}") from None
 

@@ -125,6 +125,8 @@ def _compare(config: Config, start: Checkpoint) -> None:
     now, then = to_tree(config), to_tree(start.config)
     shape = [key for key in now["model"] if key not in _CURVE["model"]]
     changed = _changes(now["model"], then["model"], "model", shape)
+    if changed and now["model"]["kind"] != then["model"]["kind"]:
+        changed = _changes(now["model"], then["model"], "model", ["kind"])  # the rest differs with it
     if changed:
         raise CheckpointError(
             f"{start.folder} holds another model ({', '.join(changed)}): set these back, or train in another "

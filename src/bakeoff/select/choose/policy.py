@@ -186,4 +186,7 @@ def _follow() -> None:
     hot.process_memo = memo(_entered[-1] if _entered else _base)
 
 
-configure(os.environ.get("BAKEOFF_POLICY") or None)
+try:
+    configure(os.environ.get("BAKEOFF_POLICY") or None)
+except (PolicyError, TableError) as error:
+    raise type(error)(f"BAKEOFF_POLICY: {error}") from None

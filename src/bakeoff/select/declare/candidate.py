@@ -122,6 +122,6 @@ class Candidate:
             own = self.supports(case)
         except Exception as error:
             own = f"its supports() fails: {type(error).__name__}: {error}"
-        if own:
+        if own and own not in reasons:
             reasons.append(own)
         return reasons

@@ -27,7 +27,7 @@ def corpus() -> None:
     Examples:
       bakeoff corpus python corpora/python
       bakeoff corpus english corpora/enwik8 --from enwik8.zip
-      bakeoff corpus check corpora/python results/python.json
+      bakeoff corpus check corpora/python theirs.json
     """
 
 
@@ -93,7 +93,7 @@ def check(**values: Any) -> None:
 
     Examples:
       bakeoff corpus check corpora/python
-      bakeoff corpus check corpora/python results/h200/ladder/python.json
+      bakeoff corpus check corpora/python theirs.json
     """
     from bakeoff.apps.cli.corpora import check
 

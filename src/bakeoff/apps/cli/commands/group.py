@@ -5,6 +5,8 @@ import inspect
 import itertools
 import logging
 import re
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -63,8 +65,23 @@ class Group(Command, click.Group):
         except Exception as error:
             if ctx.find_root().params.get("debug") or not _expected(error):
                 raise
-            text = " ".join(str(error).split()) or type(error).__name__
-            raise click.ClickException(text) from error
+            raise click.ClickException(_said(error)) from error
+
+    def main(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(args, *more, **kwargs)
+        except OSError as error:  # --help and --version print before `invoke`
+            if "--debug" in (sys.argv if args is None else args):
+                raise
+            click.echo(f"Error: {_said(error)}", err=True)
+            sys.exit(1)
+
+
+def _said(error: Exception) -> str:
+    """The error in one line, without the number that Python puts before what the system says."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _expected(error: Exception) -> bool:

@@ -20,7 +20,17 @@ __all__ = [
     "regime_choice",
 ]
 
-FILE = click.Path(path_type=Path)
+
+class _File(click.Path):
+    """A path; an empty one, as of an unset variable, is refused: it would mean the folder here."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("it is empty: give a path, . for the folder here, or leave it out.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+FILE = _File(path_type=Path)
 
 
 class Finite(click.FloatRange):

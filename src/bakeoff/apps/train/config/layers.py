@@ -36,8 +36,10 @@ def resolve(base: Config, file: str | Path | None = None, overrides: Sequence[st
 def _read(file: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(file).read_text("utf-8-sig"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read the configuration {file}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"can't read the configuration {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"can't read the configuration {file}: it is not UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not TOML: {error}") from None
 
