@@ -119,6 +119,9 @@ def test_op_without_tensors_does_nothing() -> None:
     adamw_([], [], [], [], step=torch.zeros(()), **HOW)
 
 
+SAME = torch.rand(3)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -145,6 +148,8 @@ def test_op_without_tensors_does_nothing() -> None:
         ({"eps": "x"}, r"eps must be in \[0, inf\), got 'x'"),
         ({"exp_avg": [torch.rand(1).expand(3), torch.rand(3)]}, r"exp_avg\[0\] is expanded"),
         ({"params": [torch.rand(3), torch.rand(1).expand(3)]}, r"params\[1\] is expanded"),
+        ({"params": [SAME, SAME]}, r"params\[1\] lies in the memory of params\[0\].*list each tensor once"),
+        ({"exp_avg": [SAME, torch.rand(3)], "exp_avg_sq": [torch.rand(3), SAME]}, "memory of exp_avg"),
         ({"clip_coef": torch.ones(2)}, "clip_coef must be a scalar"),
         ({"sums": torch.ones(3)}, r"sums must be float32 \[4\] on cpu, contiguous, got torch.float32 \(3,\)"),
         ({"sums": [0.0] * 4}, "sums must be a float32 tensor"),

@@ -88,11 +88,11 @@ def returns_instead(xs: list[Tensor], gs: list[Tensor], rate: float) -> Any:
 def does_nothing(xs: list[Tensor], gs: list[Tensor], rate: float) -> None: ...
 
 
-_seen: dict[int, Tensor] = {}
+_seen: dict[Any, Tensor] = {}
 
 
 def remembers_by_address(xs: list[Tensor], gs: list[Tensor], rate: float) -> None:
-    kept = [_seen.setdefault(g.data_ptr(), g.clone()) for g in gs]
+    kept = [_seen.setdefault((g.data_ptr(), g.shape, g.dtype), g.clone()) for g in gs]
     foreach(xs, kept, rate)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from bakeoff.ops.adamw.group import Group
 from bakeoff.ops.adamw.op import check_lists
 from bakeoff.select import Case
-from bakeoff.select.declare.lists import TensorList, as_list, check_list
+from bakeoff.select.declare.lists import TensorList, as_list, check_apart, check_list
 
 __all__ = ["check_sums", "fitting", "scalar"]
 
@@ -55,6 +55,7 @@ def fitting(
         )
     metas = {name: column.meta for name, column in columns.items()}
     check_lists(Case({"master": None, **metas, "step": counts.meta}, str(device)))
+    check_apart({name: column for name, column in columns.items() if name != "grads"}, "adamw_")
     return Group(**columns, step=counts)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bakeoff.ops.muon.op import REAL
 from bakeoff.ops.muon.settings import Matrices
-from bakeoff.select.declare.lists import TensorList, check_list
+from bakeoff.select.declare.lists import TensorList, check_apart, check_list
 
 __all__ = ["fitting", "scalars", "sums_for"]
 
@@ -39,6 +39,7 @@ def fitting(
             )
         for i, (tensor, param) in enumerate(zip(column, columns["params"], strict=True)):
             _check(f"{name}[{i}]", tensor, param, written=name != "grads")
+    check_apart({name: column for name, column in columns.items() if name != "grads"}, "muon_")
     return Matrices(**columns)
 
 

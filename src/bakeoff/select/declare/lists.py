@@ -2,7 +2,7 @@
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ try:
 except ImportError:  # a private name: without it every list is read anew
     _Guards = None  # type: ignore[assignment,misc]
 
-__all__ = ["ListMeta", "TensorList", "as_list", "check_list", "is_list"]
+__all__ = ["ListMeta", "TensorList", "as_list", "check_apart", "check_list", "is_list"]
 
 _PLAIN = frozenset({Tensor, Parameter})
 
@@ -163,6 +163,25 @@ def check_list(value: Any, label: str) -> None:
     if isinstance(value, Tensor) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
         fix = "a tensor alone goes in brackets" if isinstance(value, Tensor) else "list(...) makes one"
         raise TypeError(f"{label} must be a list of tensors, got {type(value).__name__}; {fix}")
+
+
+def check_apart(columns: Mapping[str, TensorList], op: str) -> None:
+    """Raises ValueError where two tensors of lists that are written to begin at the same place: both updates
+    would go to the same elements, at once."""
+    placed = [
+        (address, f"{name}[{i}]")
+        for name, column in columns.items()
+        for i, (address, size) in enumerate(zip(column.addresses, column.sizes, strict=False))
+        if size and address  # on PyTorch's meta device all lie at 0
+    ]
+    first = dict(reversed(placed))
+    if len(first) == len(placed):
+        return
+    address, other = next((address, label) for address, label in placed if first[address] != label)
+    raise ValueError(
+        f"{op}: {other} lies in the memory of {first[address]}, so that it would be updated twice; list each "
+        f"tensor once"
+    )
 
 
 def as_list(value: Sequence[Tensor], label: str = "tensors") -> TensorList:
