@@ -435,6 +435,10 @@ def test_resuming_refuses_what_does_not_fit(
     assert result.steps == 6
     assert "optim.lr=0.0001, was 0.003" in caplog.text
     assert latest(base.train.run_dir).step == 4  # the run it came from is untouched
+    over = train(
+        resolve(elsewhere, None, ["train.steps=4", f"train.run_dir={tmp_path / 'c'}"]), console=QUIET
+    )
+    assert latest(tmp_path / "c").folder == over.checkpoint  # whole by itself, with no step of its own
 
 
 def test_resuming_a_run_that_follows_time_for_another_time_is_warned_of(

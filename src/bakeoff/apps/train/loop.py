@@ -29,7 +29,7 @@ from bakeoff.apps.train.reporting import (
     tokens_per_s,
 )
 from bakeoff.apps.train.result import Result
-from bakeoff.apps.train.saving import save, save_best
+from bakeoff.apps.train.saving import holds_newest, save, save_best
 from bakeoff.apps.train.selection import own_table_ends
 from bakeoff.apps.train.setup import finished, open_inputs, select, set_up
 from bakeoff.apps.train.signals import Stopped, StopSignals
@@ -193,10 +193,10 @@ def _finish(context: Context, signals: StopSignals, stopped: str) -> Result:
     early = stopped not in ("steps", "time")
     steps_made = progress.step - progress.first_step
     busy_s = context.timer.busy()
-    if steps_made:
+    if steps_made or not (early or holds_newest(context)):  # also of a finished run in a folder of its own
         save(context, last=True)
-        if progress.step > progress.logged_step:
-            report_steps(context)  # after the checkpoint, so that a run that goes on writes the whole row
+    if steps_made and progress.step > progress.logged_step:
+        report_steps(context)  # after the checkpoint, so that a run that goes on writes the whole row
     if early:
         say_stopped(context, stopped)
     bits_after = math.nan if early and not steps_made else evaluate(context)
@@ -210,7 +210,7 @@ def _finish(context: Context, signals: StopSignals, stopped: str) -> Result:
     report_end(context, speed, bits_after, stopped)
     return Result(
         run_dir=context.run_dir,
-        checkpoint=progress.checkpoint if steps_made else None,
+        checkpoint=progress.checkpoint if progress.saved else None,
         steps=progress.step,
         seconds=context.timer.elapsed,
         bits_per_byte_before=progress.bits_before,

@@ -22,7 +22,7 @@ class Result(msgspec.Struct, frozen=True):
 
     run_dir: Path
     checkpoint: Path | None
-    """The last checkpoint; None when no step was made."""
+    """The last checkpoint; None where nothing was saved."""
     steps: int
     seconds: float
     bits_per_byte_before: float

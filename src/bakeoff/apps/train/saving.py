@@ -16,7 +16,7 @@ from bakeoff.apps.train.step import Stepper
 from bakeoff.optim import DeepNestedOptimizer
 from bakeoff.parallel import full
 
-__all__ = ["optimizer_state", "restore", "save", "save_best"]
+__all__ = ["holds_newest", "optimizer_state", "restore", "save", "save_best"]
 
 
 def save(context: Context, *, last: bool = False) -> None:
@@ -33,8 +33,7 @@ def save(context: Context, *, last: bool = False) -> None:
         if skipped and not last:
             log.warning("step %d is not saved: no finite gradient for %d steps", progress.step, skipped)
             return
-        way_back = progress.checkpoint is not None and context.run_dir in progress.checkpoint.parents
-        aside = skipped > 0 and way_back
+        aside = skipped > 0 and holds_newest(context)
         try:
             progress.saved = _write(context, "spare" if aside else "newest")
             if aside:
@@ -52,6 +51,12 @@ def save(context: Context, *, last: bool = False) -> None:
             if last:
                 raise TrainError(f"{text}. Free space or set train.run_dir elsewhere, and resume") from error
             log.warning("%s; training goes on", text)
+
+
+def holds_newest(context: Context) -> bool:
+    """Whether the newest checkpoint lies in the run's own folder, not in that of a run it goes on from."""
+    newest = context.progress.checkpoint
+    return newest is not None and context.run_dir.resolve() in newest.resolve().parents
 
 
 def save_best(context: Context, bits: float) -> None:
