@@ -11,8 +11,8 @@
 #define fmaf __builtin_fmaf
 #define fabsf __builtin_fabsf
 #define sqrtf __builtin_sqrtf
-#define exp2f __builtin_exp2f
-#define log2f __builtin_log2f
+#define expf __builtin_expf
+#define logf __builtin_logf
 #define log1pf __builtin_log1pf
 
 struct float2 {

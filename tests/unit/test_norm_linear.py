@@ -95,3 +95,23 @@ def test_the_kernels_take_the_grid_and_rows_that_fit_registers() -> None:
     assert [case.name for case in OP.cases() if supports(case) is not None] == []
     long = OP.case([torch.empty(2, 16385), torch.empty(3, 16385), None, None, None, 1e-5, "layer"])
     assert "up to 16384" in str(supports(long))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_autocast_chooses_the_dtype(dtype: torch.dtype) -> None:
+    x, weight, bias = (
+        torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((5, 8), (3, 8), (3,))
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        y = norm_linear(x, weight, bias)
+    assert y.dtype == torch.bfloat16
+    narrow = [t.detach().bfloat16().requires_grad_() for t in (x, weight, bias)]
+    want = norm_linear(*narrow)
+    assert torch.equal(y, want)
+    for mine, other in zip(
+        torch.autograd.grad(y.sum(), (x, weight, bias)), torch.autograd.grad(want.sum(), narrow), strict=True
+    ):
+        assert mine.dtype == dtype
+        assert torch.equal(mine, other.to(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert norm_linear(x.double(), weight.double()).dtype == torch.float64

@@ -8,9 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from bakeoff.errors import ContestError
 from bakeoff.select import Candidate, Case, Op, TensorMeta
+from bakeoff.select.choose.hot import transformed
 from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.draw import cotangent, inputs
 from bakeoff.select.contests.exact import exact_results
@@ -352,6 +354,16 @@ def test_poison_fills_and_fences_what_is_new() -> None:
     outside = filled[0].as_strided((1,), (1,), filled[0].storage_offset() + 3)
     outside.fill_(1.0)
     assert poison.broken()
+
+
+def test_under_poison_code_goes_the_way_that_it_goes_without() -> None:
+    """Code may take plain PyTorch where a dispatch mode looks on, but not where verification's does: what it
+    judges is what runs later."""
+    assert not transformed()
+    with Poison():
+        assert not transformed()
+    with FlopCounterMode(display=False):
+        assert transformed()
 
 
 def test_poison_leaves_autograd_alone() -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
+from bakeoff.autocast import as_autocast
 from bakeoff.ops.fp8_linear import fp8_linear
 
 __all__ = ["Fp8Linear", "convert"]
@@ -34,13 +34,7 @@ class Fp8Linear(nn.Linear):
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        kind = x.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            x, weight = x.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
+        x, weight, bias = map(as_autocast, (x, self.weight, self.bias))
         return fp8_linear(x, weight, bias, grad=self.grad)
 
     def extra_repr(self) -> str:

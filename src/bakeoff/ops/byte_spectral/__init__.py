@@ -2,6 +2,7 @@
 
 import torch
 
+from bakeoff.autocast import as_autocast
 from bakeoff.ops.byte_spectral.op import OP
 from bakeoff.select import call
 
@@ -71,13 +72,5 @@ def byte_spectral(
         >>> spectrum.shape, [k for k in range(5) if spectrum[0, -1, k] > 0.01]
         (torch.Size([1, 8, 5]), [0, 4])
     """
-    device = ids.device.type if isinstance(ids, torch.Tensor) else "cpu"
-    if (
-        isinstance(weight, torch.Tensor)
-        and weight.is_floating_point()
-        and weight.dtype != torch.float64
-        and device != "meta"  # where there is no autocast to ask for
-        and torch.is_autocast_enabled(device)
-    ):
-        weight = weight.to(torch.get_autocast_dtype(device))
+    weight = as_autocast(weight)
     return call(OP, ids, table, window, omega, features, weight, bias, causal, impl=impl)  # type: ignore[no-any-return]

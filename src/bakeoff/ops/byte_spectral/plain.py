@@ -1,44 +1,39 @@
 """PyTorch's own byte_spectral: the ``eager``, ``loop``, ``rfft`` and ``compiled`` candidates."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from bakeoff.autocast import without_autocast
 from bakeoff.ops.byte_spectral.reference import features_of, frequencies, phases, widest
 from bakeoff.select.declare.compiled import compiled as compile_formula
 
 __all__ = ["compiled", "eager", "loop", "rfft"]
 
 
-def _without_autocast(formula: Callable[..., torch.Tensor], ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """`formula` in the dtypes it names: autocast would round the spectra to 8 bits."""
-    if ids.is_meta or not torch.is_autocast_enabled(ids.device.type):
-        return formula(ids, *rest)
-    with torch.autocast(ids.device.type, enabled=False):
-        return formula(ids, *rest)
-
-
 def eager(
     ids: Any, table: Any, window: Any, omega: Any, features: str, weight: Any, bias: Any, causal: bool
 ) -> torch.Tensor:
     """Strided windows times a matrix of windowed phases; a whole row is two thin products."""
-    return _without_autocast(_formula, ids, table, window, omega, features, weight, bias, causal)
+    with without_autocast(ids):  # which would round the spectra to 8 bits
+        return _formula(ids, table, window, omega, features, weight, bias, causal)
 
 
 def rfft(
     ids: Any, table: Any, window: Any, omega: Any, features: str, weight: Any, bias: Any, causal: bool
 ) -> torch.Tensor:
     """`torch.fft.rfft` of every window, or of the row, for the grid of the transform (omega None)."""
-    return _without_autocast(_by_fft, ids, table, window, omega, features, weight, bias, causal)
+    with without_autocast(ids):
+        return _by_fft(ids, table, window, omega, features, weight, bias, causal)
 
 
 def loop(
     ids: Any, table: Any, window: Any, omega: Any, features: str, weight: Any, bias: Any, causal: bool
 ) -> torch.Tensor:
     """One position after another in Python: what published byte-spectral models run, as a baseline."""
-    return _without_autocast(_by_position, ids, table, window, omega, features, weight, bias, causal)
+    with without_autocast(ids):
+        return _by_position(ids, table, window, omega, features, weight, bias, causal)
 
 
 def _formula(

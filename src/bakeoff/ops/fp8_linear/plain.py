@@ -1,12 +1,12 @@
 """PyTorch's own fp8_linear: the ``eager`` candidate."""
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from bakeoff.autocast import without_autocast
 from bakeoff.derivatives import once_differentiable
 from bakeoff.ops.fp8_linear.reference import E4M3, E5M2, quantize
 
@@ -26,7 +26,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, grad: str) -> Tensor:
-        with _without_autocast(x):
+        with without_autocast(x):  # which would round the float32 product
             y = _product(x, weight, E4M3)
             return (y if bias is None else y + bias).to(x.dtype)
 
@@ -41,7 +41,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dweight = dbias = None
-        with _without_autocast(x):
+        with without_autocast(x):
             if ctx.needs_input_grad[0]:
                 dx = dy @ weight if ctx.grad == "bf16" else _product(dy, weight.t(), E5M2).to(x.dtype)
             rows = dy.reshape(-1, dy.shape[-1])
@@ -60,16 +60,9 @@ class _WithTangents(_Linear):
         ctx: Any, x_tangent: Tensor, weight_tangent: Tensor, bias_tangent: Tensor | None, _: Any
     ) -> Tensor:
         x, weight = ctx.saved_tensors
-        with _without_autocast(x):
+        with without_autocast(x):
             y_tangent: Tensor = x_tangent @ weight.t() + x @ weight_tangent.t()
             return y_tangent if bias_tangent is None else y_tangent + bias_tangent
-
-
-def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast would round the float32 product."""
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def _product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:

@@ -1,9 +1,10 @@
 """A linear layer over classes and its cross entropy, without all logits at once."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
+from bakeoff.autocast import as_autocast
 from bakeoff.ops.linear_cross_entropy.op import OP
 from bakeoff.select import call
 
@@ -68,17 +69,8 @@ def linear_cross_entropy(
         >>> round(loss.exp().item(), 4)
         8.0
     """
-    device = x.device.type if isinstance(x, torch.Tensor) else "cpu"
-    if device != "meta" and torch.is_autocast_enabled(device):
-        x, weight, bias = (_autocast(t, device) for t in (x, weight, bias))
+    x, weight, bias = map(as_autocast, (x, weight, bias))
     loss: torch.Tensor = call(
         OP, x, weight, target, bias, ignore_index, label_smoothing, z_loss, softcap, reduction, impl=impl
     )
     return loss
-
-
-def _autocast(t: Any, device: str) -> Any:
-    """A tensor as autocast hands it to a matrix product; float64 stays."""
-    if isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64:
-        return t.to(torch.get_autocast_dtype(device))
-    return t

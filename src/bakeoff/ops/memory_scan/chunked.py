@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bakeoff.autocast import without_autocast
 from bakeoff.derivatives import once_differentiable
 from bakeoff.ops.memory_scan.plain import chunk_step, working_dtype
 
@@ -27,7 +28,7 @@ class _Chunked(torch.autograd.Function):
         state = [part.to(real) for part in parts]
         o = torch.empty_like(v, memory_format=torch.contiguous_format)
         starts = []
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q):
             for index in range(-(-q.shape[1] // chunk)):
                 starts += state
                 here = slice(index * chunk, (index + 1) * chunk)
@@ -47,7 +48,7 @@ class _Chunked(torch.autograd.Function):
         tokens, starts = ctx.saved_tensors[:6], ctx.saved_tensors[6:]
         found = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tokens]
         going = list(coming)
-        with torch.autocast(do.device.type, enabled=False):
+        with without_autocast(do):
             for index in range(len(starts) // 8 - 1, -1, -1):
                 here = slice(index * ctx.chunk, (index + 1) * ctx.chunk)
                 piece = [x[:, here].detach().requires_grad_() for x in tokens]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.compiler import is_compiling
 
+from bakeoff.autocast import without_autocast
 from bakeoff.ops.memory_scan.reference import moved
 from bakeoff.select.choose.hot import transformed
 from bakeoff.select.declare.compiled import compiled as compile_formula
@@ -51,9 +52,7 @@ def eager(
 ) -> tuple[torch.Tensor, ...]:
     """A loop over chunks. Products of 16-bit tokens are rounded to their dtype, the state stays float32."""
     parts = (memory_w1, memory_b1, memory_w2, memory_b2, momentum_w1, momentum_b1, momentum_w2, momentum_b2)
-    if q.is_meta or not torch.is_autocast_enabled(q.device.type):
-        return _eager(q, k, v, parts, lr, decay, forget, chunk, read, orthogonalize)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         return _eager(q, k, v, parts, lr, decay, forget, chunk, read, orthogonalize)
 
 

@@ -4,12 +4,13 @@ closed form.
 16-bit rows are multiplied in their dtype, as a user's own code would; all else is float32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bakeoff.autocast import without_autocast
 from bakeoff.ops.memory_update.reference import loss_factor
 
 __all__ = ["eager", "in_place", "manual"]
@@ -33,7 +34,8 @@ def eager(*args: Any) -> _Update:
     groups are skipped."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     wants = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return _without_autocast(_eager, args, wants)
+    with without_autocast(args[0]):
+        return _eager(args, wants)
 
 
 def _eager(args: Sequence[Any], wants: bool) -> _Update:
@@ -60,7 +62,8 @@ def _eager(args: Sequence[Any], wants: bool) -> _Update:
 def in_place(*args: Any) -> _Update:
     """One step, written over the memory and the momentum."""
     *given, skipped = args
-    *state, loss, norm, ok = _without_autocast(_eager, given, False)
+    with without_autocast(given[0]):
+        *state, loss, norm, ok = _eager(given, False)
     for target, new in zip(given[2:10], state, strict=True):
         target.copy_(new)
     if skipped is not None:
@@ -70,16 +73,8 @@ def in_place(*args: Any) -> _Update:
 
 def manual(*args: Any) -> _Update:
     """The closed form of the backward recomputes what it needs from the arguments: nothing else is kept."""
-    return _without_autocast(_ClosedForm.apply, args)
-
-
-def _without_autocast(function: Callable[..., _Update], args: Sequence[Any], *more: Any) -> _Update:
-    device = args[0].device.type
-    given = (args, *more) if more else args
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return function(*given)
-    with torch.autocast(device, enabled=False):
-        return function(*given)
+    with without_autocast(args[0]):
+        return _ClosedForm.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # The step --------------------------------------------------------------------------------------------------
@@ -158,7 +153,8 @@ class _ClosedForm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *arriving: Any) -> Any:
         *tensors, norm, ok = ctx.saved_tensors
-        grads = _without_autocast(_gradients, tensors, norm, ok, ctx.numbers, arriving)
+        with without_autocast(tensors[0]):
+            grads = _gradients(tensors, norm, ok, ctx.numbers, arriving)
         return tuple(
             grad.to(t.dtype) if t is not None and grad is not None and need else None
             for grad, t, need in zip(grads, tensors, ctx.needs_input_grad, strict=True)

@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 
+from bakeoff.autocast import as_autocast
 from bakeoff.ops.norm_linear.op import OP
 from bakeoff.select import call
 
@@ -29,7 +30,8 @@ def norm_linear(
     the two is not kept for the backward: only the arguments are.
 
     Args:
-        x: [..., K], float16, bfloat16, float32 or float64, any strides.
+        x: [..., K], float16, bfloat16, float32 or float64, any strides. Under autocast x, weight and bias are
+            cast to autocast's dtype.
         weight: [M, K], in x's dtype.
         bias: [M], in x's dtype.
         gamma: [K], any floating dtype, also another than x's; None stands for 1.
@@ -39,7 +41,8 @@ def norm_linear(
         impl: the candidate to run; by default the selected one.
 
     Returns:
-        y [..., M] in x's dtype, contiguous. Gradients have their argument's dtype.
+        y [..., M] in x's dtype, under autocast in autocast's; contiguous. Gradients have their argument's
+        dtype.
 
     Raises:
         ValueError: shapes, eps or kind that don't fit; the message says what was expected.
@@ -57,4 +60,5 @@ def norm_linear(
         >>> (12.5**0.5 * norm_linear(x, weight, eps=0.0, kind="rms")).round()
         tensor([[ 7., 20.]])
     """
+    x, weight, bias = map(as_autocast, (x, weight, bias))
     return call(OP, x, weight, bias, gamma, beta, eps, kind, impl=impl)  # type: ignore[no-any-return]

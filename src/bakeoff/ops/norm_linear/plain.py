@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bakeoff.autocast import without_autocast
 from bakeoff.select.declare.compiled import compiled as compile_formula
 
 __all__ = ["compiled", "eager"]
@@ -19,6 +20,19 @@ def eager(
     kind: str,
 ) -> Tensor:
     """F.layer_norm or F.rms_norm, then F.linear; what is between them is rounded."""
+    with without_autocast(x):
+        return _composed(x, weight, bias, gamma, beta, eps, kind)
+
+
+def _composed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float,
+    kind: str,
+) -> Tensor:
     features = x.shape[-1:]
     scale = gamma if gamma is not None else beta
     wide = x if scale is None else x.to(torch.promote_types(x.dtype, scale.dtype))

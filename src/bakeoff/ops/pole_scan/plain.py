@@ -11,6 +11,7 @@ one of them depends in another way, and gives up after a few.
 import torch
 import torch.nn.functional as F
 
+from bakeoff.autocast import without_autocast
 from bakeoff.select.declare.compiled import compiled as compile_formula
 
 __all__ = ["compiled", "eager", "scan"]
@@ -28,9 +29,7 @@ def eager(
     """The impulse response as one batched matrix product of powers, then a zero-padded real FFT."""
     if u.numel() == 0:
         return _empty(u, log_radius, theta, coef, state)
-    if not _autocasts(u):
-        return _eager(u, log_radius, theta, coef, state)
-    with torch.autocast(u.device.type, enabled=False):
+    with without_autocast(u):
         return _eager(u, log_radius, theta, coef, state)
 
 
@@ -79,11 +78,8 @@ def scan(
     if u.numel() == 0:
         return _empty(u, log_radius, theta, coef, state)
     args = (u, log_radius, theta, _reals(coef), None if state is None else _reals(state))
-    if not _autocasts(u):
+    with without_autocast(u):
         y, end = _scan(*args)
-    else:
-        with torch.autocast(u.device.type, enabled=False):
-            y, end = _scan(*args)
     return y, torch.view_as_complex(end)
 
 
@@ -167,11 +163,6 @@ def _real(*tensors: torch.Tensor) -> torch.dtype:
     """float64 if any tensor has that precision, else float32."""
     wide = any(t.dtype in (torch.float64, torch.complex128) for t in tensors)
     return torch.float64 if wide else torch.float32
-
-
-def _autocasts(u: torch.Tensor) -> bool:
-    """Whether autocast is on for u's device; on "meta" there is none to ask for."""
-    return not u.is_meta and torch.is_autocast_enabled(u.device.type)
 
 
 def _empty(

@@ -91,9 +91,10 @@ def transformed() -> bool:
 
 def _watched() -> bool:
     """Whether a dispatch mode looks at calls. Modes that ignore what happens inside compiled code, as that of
-    selective activation checkpointing does, don't count."""
+    selective activation checkpointing does, don't count; nor does verification's, which looks at memory alone
+    and judges what runs without it."""
     return any(
-        mode.is_infra_mode() or not mode.ignore_compile_internals()
+        mode.is_infra_mode() or not (mode.ignore_compile_internals() or getattr(mode, "memory_alone", False))
         for mode in _get_current_dispatch_mode_stack()
     )
 

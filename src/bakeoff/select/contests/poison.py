@@ -44,6 +44,9 @@ class Poison(UntracedMode):
     fence, which `broken()` reports.
     """
 
+    memory_alone = True
+    """Calls go the way that they go without it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.buffers: list[tuple[torch.Tensor, int]] = []

@@ -20,7 +20,6 @@
 constexpr int GROUP = THREADS / ROWS;
 constexpr int STEP = D + 1;  // from row to row of a tile in shared memory, so that rows start in different banks
 constexpr int SCORES = KEYS / GROUP, DIMENSIONS = (D + GROUP - 1) / GROUP;
-constexpr float LOG2E = 1.4426950408889634f;
 
 #define MINUS_INFINITY __uint_as_float(0xff800000u)
 
@@ -102,7 +101,7 @@ attend(data_t *q, data_t *k, data_t *v, data_t *y, float *lse, int *intervals, i
     SHARED(memory);
     float *query = memory, *other = query + ROWS * STEP, *shares = other + KEYS * STEP;
     int rows = (tile.end - tile.first + classes - 1) / classes;
-    fetch(query, q, ROWS, tile.first, classes, rows, q_t, __uint_as_float(scale_bits) * LOG2E);
+    fetch(query, q, ROWS, tile.first, classes, rows, q_t, __uint_as_float(scale_bits));
 
     float top = MINUS_INFINITY, total = 0, sums[DIMENSIONS] = {};
     for (int i = 0; i < count; i++) {
@@ -123,9 +122,9 @@ attend(data_t *q, data_t *k, data_t *v, data_t *y, float *lse, int *intervals, i
                 largest = largest > scores[n] ? largest : scores[n];
             }
             largest = group_largest(largest);
-            float level = largest == MINUS_INFINITY ? 0.f : largest, fade = exp2f(top - level), added = 0;
+            float level = largest == MINUS_INFINITY ? 0.f : largest, fade = expf(top - level), added = 0;
             UNROLL for (int n = 0; n < SCORES; n++) {
-                float share = exp2f(scores[n] - level);
+                float share = expf(scores[n] - level);
                 added += share;
                 shares[row * (KEYS + 1) + part + n * GROUP] = share;
             }
@@ -148,7 +147,7 @@ attend(data_t *q, data_t *k, data_t *v, data_t *y, float *lse, int *intervals, i
     UNROLL for (int n = 0; n < DIMENSIONS; n++)
         if (D % GROUP == 0 || part + n * GROUP < D) to[part + n * GROUP] = narrowed(sums[n] * scaling);
     if (part == 0) {
-        float found = total > 0 ? (top + log2f(total)) / LOG2E : MINUS_INFINITY;
+        float found = total > 0 ? top + logf(total) : MINUS_INFINITY;
         lse[((long long)tile.b * heads + tile.h) * T + t] = found;
     }
 }
@@ -175,7 +174,7 @@ query_slopes(data_t *q, data_t *k, data_t *v, data_t *dy, data_t *y, float *lse,
     float *query = memory, *slope = query + ROWS * STEP, *key = slope + ROWS * STEP, *value = key + KEYS * STEP;
     float *shares = value + KEYS * STEP;
     int rows = (tile.end - tile.first + classes - 1) / classes;
-    fetch(query, q, ROWS, tile.first, classes, rows, q_t, scale * LOG2E);
+    fetch(query, q, ROWS, tile.first, classes, rows, q_t, scale);
     fetch(slope, dy, ROWS, tile.first, classes, rows, dy_t, 1.f);
     __syncthreads();
 
@@ -186,7 +185,7 @@ query_slopes(data_t *q, data_t *k, data_t *v, data_t *dy, data_t *y, float *lse,
     mean = group_sum(mean);
     if (there && dlse) mean -= dlse[place];
     if (there && part == 0) delta[place] = mean;
-    float level = there ? lse[place] * LOG2E : 0.f;
+    float level = there ? lse[place] : 0.f;
 
     for (int i = 0; i < count; i++) {
         Branch branch = Branch::of(branches, phases[i * kv_heads + kv], i, tile);
@@ -202,7 +201,7 @@ query_slopes(data_t *q, data_t *k, data_t *v, data_t *dy, data_t *y, float *lse,
             UNROLL for (int n = 0; n < SCORES; n++) {
                 int c = part + n * GROUP;
                 float score = dot(query + row * STEP, key + c * STEP), dp = dot(slope + row * STEP, value + c * STEP);
-                shares[row * (KEYS + 1) + c] = j + c < mine ? exp2f(score - level) * (dp - mean) : 0.f;
+                shares[row * (KEYS + 1) + c] = j + c < mine ? expf(score - level) * (dp - mean) : 0.f;
             }
             __syncthreads();
             for (int c = 0; c < KEYS; c++) {
@@ -236,7 +235,7 @@ key_slopes(data_t *q, data_t *k, data_t *v, data_t *dy, float *lse, float *delta
     float *key = memory, *value = key + ROWS * STEP, *query = value + ROWS * STEP, *slope = query + KEYS * STEP;
     float *shares = slope + KEYS * STEP, *slopes = shares + ROWS * (KEYS + 1);
     int rows = (tile.end - tile.first + classes - 1) / classes;
-    fetch(key, k, ROWS, tile.first, classes, rows, k_t, scale * LOG2E);
+    fetch(key, k, ROWS, tile.first, classes, rows, k_t, scale);
     fetch(value, v, ROWS, tile.first, classes, rows, v_t, 1.f);
 
     float key_sums[DIMENSIONS] = {}, value_sums[DIMENSIONS] = {};
@@ -259,7 +258,7 @@ key_slopes(data_t *q, data_t *k, data_t *v, data_t *dy, float *lse, float *delta
                 int c = part + n * GROUP, token = branch.base + (j + c) * branch.rate;
                 float share = 0, product = 0;
                 if (selected && j + c >= none && j + c < branch.count) {
-                    share = exp2f(dot(key + row * STEP, query + c * STEP) - levels[token] * LOG2E);
+                    share = expf(dot(key + row * STEP, query + c * STEP) - levels[token]);
                     product = share * (dot(value + row * STEP, slope + c * STEP) - means[token]);
                 }
                 shares[row * (KEYS + 1) + c] = share;

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from bakeoff.autocast import without_autocast
 from bakeoff.ops.memory_scan.reference import COEFFICIENTS, LEAST, iterated, moved
 
 __all__ = ["moved_backward", "orthogonalise", "orthogonalise_backward"]
@@ -21,7 +22,7 @@ def orthogonalise(
 ) -> None:  # fmt: skip
     """Fills `new`, and keeps the step."""
     _matrices(steps, c, weight.shape, second).copy_(step)
-    with torch.autocast(weight.device.type, enabled=False):
+    with without_autocast(weight):
         new.copy_(moved(weight, ends[:, c, 0], step, count, narrow))
 
 
@@ -31,7 +32,7 @@ def orthogonalise_backward(
 ) -> None:  # fmt: skip
     """Fills `to_weight` and `to_step`, adds to `to_beta`."""
     step = _matrices(steps, c, weight.shape, second)
-    with torch.autocast(weight.device.type, enabled=False):
+    with without_autocast(weight):
         found = moved_backward(weight, ends[:, c, 0], step, count, narrow, arriving)
     to_weight.copy_(found[0])
     to_step.copy_(found[2])
