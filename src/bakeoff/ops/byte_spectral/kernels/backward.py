@@ -151,10 +151,7 @@ def _backward(
                 dre, dim = _parts(dx, BT, BJ)
                 domega += tl.sum(dre * im - dim * re, axis=0)
             if TABLE or WINDOW:
-                # The window's gradient sums over all positions what tensor cores would have rounded one
-                # way; a weight's tile leaves no registers for a product without them.
-                parts: tl.constexpr = 0 if WINDOW and weight is None and SPLIT == 3 else SPLIT
-                grad = _dot(dx, tl.trans(phases), tl.zeros([BT, BW], tl.float32), parts)
+                grad = _dot(dx, tl.trans(phases), tl.zeros([BT, BW], tl.float32), SPLIT)
                 grad = _diagonals(grad, before, count, BT, BW, SPAN)
             if WINDOW:
                 dwindow += tl.sum(grad * values[:, None], axis=0)

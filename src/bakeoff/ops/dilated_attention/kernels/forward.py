@@ -15,8 +15,6 @@ import triton.language as tl
 __all__ = ["LOG2E"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
-_LOG2E_REST = tl.constexpr(1.925963033500001e-8)  # what float32's LOG2E lacks
-_LN2 = tl.constexpr(0.6931471805599453)
 
 
 NUMBERS = [
@@ -95,11 +93,7 @@ def _forward(
 def _power(x, PRECISION: tl.constexpr):
     # float32 keeps natural logarithms, whose small differences it rounds once; others come in powers of two.
     if PRECISION == "ieee":
-        whole = x * LOG2E
-        # Without the rest of the product, its rounding would be the largest error where x is in the tens.
-        rest = tl.fma(x, LOG2E, -whole) + x * _LOG2E_REST
-        power = tl.exp2(whole)
-        return tl.where(power > 0.0, tl.fma(power, rest * _LN2, power), power)
+        x = x * LOG2E
     return tl.exp2(x)
 
 
