@@ -14,30 +14,31 @@ from bakeoff.select.contests.verify import Rejected, verify, yardsticks
 from tests.unit import zoo
 
 ELEMENTS = 1 << 20
-APART = (
-    {
-        ("adamw_", "fused"): (
-            "124M fp32",
-            "new (exp_avg_sq|params|sums) is wrong",
-            "its 1 - beta2 is 1 - float32(0.999), 1.29e-5 less than 0.001, and with it what a gradient rules",
-        ),
-    }
-    | {
-        ("attention", name): (
-            "",
-            "output is wrong: rms error",
-            "in float32, where scores of tens make weights that are 4e-6 off, and another kernel's less",
-        )
-        for name in ("math", "flex")
-    }
-    | {
-        ("dilated_attention", "efficient"): (
-            "fp32",
-            "gradient of q is wrong: gain error",
-            "PyTorch's kernel makes the whole gradient 6.5e-7 too small or large in float32",
-        )
-    }
+_IN_FLOAT32 = "in float32, where scores of tens make weights that are 4e-6 off, and another kernel's less"
+_FROM_LSE = (
+    "the backward takes weights from lse, which float32 rounds: they are 9e-6 off where scores pass 100"
 )
+APART = {
+    ("adamw_", "fused"): (
+        "124M fp32",
+        "new (exp_avg_sq|params|sums) is wrong",
+        "its 1 - beta2 is 1 - float32(0.999), 1.29e-5 less than 0.001, and with it what a gradient rules",
+    ),
+    ("attention", "math"): ("", "output is wrong: rms error", _IN_FLOAT32),
+    ("attention", "flex"): ("", "output is wrong: rms error", _IN_FLOAT32),
+    ("dilated_attention", "efficient"): (
+        "fp32",
+        "gradient of q is wrong: gain error",
+        "PyTorch's kernel makes the whole gradient 6.5e-7 too small or large in float32",
+    ),
+    ("dilated_attention", "fused"): ("fp32", "gradient of v is wrong: max error", _FROM_LSE),
+    ("dilated_attention", "cuda"): ("fp32", "gradient of v is wrong: max error", _FROM_LSE),
+    ("byte_spectral", "triton"): (
+        "16x1024 complex alone",
+        "gradient of window is wrong: rms error",
+        "a term sums all features of a position, 17 times what eager adds at once, and terms of 3e4 cancel",
+    ),
+}
 """Honest candidates that are less exact than eager all the same: a case at which one is always rejected, if
 any, for what, and why. At other cases it may be, for the same."""
 LONG = {
