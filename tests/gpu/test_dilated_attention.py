@@ -231,3 +231,22 @@ def test_inside_torch_compile(impl):
     torch.testing.assert_close(got, want)
     for a, b in zip(*(torch.autograd.grad(y.sum(), inputs) for y in (got, want)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("impl", ["eager", "flash"])
+def test_deterministic_mode(impl):
+    """FlashAttention then adds up q's gradient in one order."""
+    inputs = [torch.randn(1, 4096, 8, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+    dy = torch.randn(1, 4096, 8, 64, device="cuda").bfloat16()
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = [
+            torch.autograd.grad(
+                dilated_attention(*inputs, (1024, 4096), (1, 2), causal=True, impl=impl), inputs, dy
+            )
+            for _ in range(4)
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))

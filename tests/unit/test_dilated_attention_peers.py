@@ -4,13 +4,14 @@ import sys
 import types
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from bakeoff.attention_backends import rows
 from bakeoff.attention_backends.rows import BACKENDS
-from bakeoff.ops.dilated_attention import OP, branches, plain
+from bakeoff.ops.dilated_attention import OP, branches, op, plain
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 from bakeoff.ops.dilated_attention.reference import pattern_of
 
@@ -154,4 +155,24 @@ def test_no_tokens_are_no_even_branches() -> None:
 def test_kernels_that_add_up_in_any_order_say_so() -> None:
     """FlashAttention's and cuDNN's gradient of q differs from run to run in its last bits, FlexAttention's
     gradients where heads are shared."""
-    assert {c.name for c in OP.candidates if c.deterministic} == {"eager", "fused", "hopper", "cuda"}
+    assert {c.name for c in OP.candidates if c.deterministic} == {"fused", "hopper", "cuda"}
+    assert {c.name for c in OP.candidates if c.heeds_determinism} == {"eager", "flash"}
+
+
+def test_what_runs_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fused_supports", "hopper_supports"):
+        monkeypatch.setattr(op, name, lambda case: None)
+    monkeypatch.setattr(op.hardware, "without_triton", lambda device: False)
+    monkeypatch.setattr(op.branches, "supports", lambda case, name: None)
+    cases = {case.name: case for case in OP.cases()}
+    short, long = cases["1x8192x16x64"], cases["1x131072x16x128 causal"]
+    chosen = [
+        op.heuristic(case, regime) for case in (short, long) for regime in ("eager", "graph", "compiled")
+    ]
+    assert chosen == ["fused", "cudnn", "fused", "cudnn", "cudnn", "fused"]
+    forward = short.replace(
+        **{name: msgspec.structs.replace(short.args[name], requires_grad=False) for name in "qkv"}
+    )
+    assert [op.heuristic(forward, regime) for regime in ("eager", "graph", "compiled")] == [
+        "hopper", "hopper", "fused",
+    ]  # fmt: skip
