@@ -259,7 +259,8 @@ def other_properties(rank: int) -> None:
     (dv,) = torch.autograd.grad((y * tensors[3][:, low:high]).sum(), v)
     assert dv.shape == v.shape
 
-    # Segments within parts need nobody.
+    # Segments within parts need nobody, once the ranks have seen that they were called with the same.
+    in_parts(Cut(40, (5, 10), (1, 2)), tensors, low, high, ends)
     send, dist.batch_isend_irecv = dist.batch_isend_irecv, None
     try:
         local = in_parts(Cut(40, (5, 10), (1, 2)), tensors, low, high, ends)
@@ -357,6 +358,8 @@ def different(rank: int) -> None:
     for name, others, its in (
         ("causal", {}, {"causal": True}),
         ("segments", {}, {"segments": (12,)}),
+        ("segments", {}, {"segments": (8,)}),  # within parts, which a rank could do alone
+        ("segments", {"segments": (4,)}, {"segments": (8,)}),
         ("rates", {}, {"rates": (2,)}),
         ("phase", {"rates": (2,)}, {"rates": (2,), "phase": ((1,) * 4,)}),
         ("method", {}, {"method": "ring"}),

@@ -90,17 +90,16 @@ def dilated_attention(
     if peers.rank == 0:
         _announce(plan)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    peers.agree(
+        q.device, borders=layout.borders, dtype=q.dtype, batch=q.shape[0], heads=(q.shape[2], k.shape[2]),
+        head_dim=q.shape[3], segments=layout.pattern.segments, rates=layout.pattern.rates,
+        phase=layout.pattern.phases, causal=bool(causal), cu_seqlens=layout.documents,
+        combine_grad=combine_grad, scale=float(scale), return_lse=bool(return_lse), method=plan.method,
+    )  # fmt: skip
     if layout.local and q.shape[1] and method == "auto":
         part, phases = layout.part(peers.rank), layout.pattern.phases
         y, lse = attended(q, k, v, layout, part, phases, scale, combine_grad, return_lse=return_lse)
         return (y, lse) if return_lse and lse is not None else y
-    if not layout.local or plan.method == "ulysses":
-        peers.agree(
-            q.device, borders=layout.borders, dtype=q.dtype, batch=q.shape[0], heads=(q.shape[2], k.shape[2]),
-            head_dim=q.shape[3], segments=layout.pattern.segments, rates=layout.pattern.rates,
-            phase=layout.pattern.phases, causal=bool(causal), cu_seqlens=layout.documents,
-            combine_grad=combine_grad, scale=float(scale), return_lse=bool(return_lse), method=plan.method,
-        )  # fmt: skip
     if plan.method == "ulysses":
         y, lse = by_heads(q, k, v, layout, peers, scale, combine_grad, return_lse)
     else:
