@@ -271,12 +271,12 @@ def hopper_supports(case: Case) -> str | None:
 
 
 def heuristic(case: Case, regime: str) -> str:
-    """Forward alone the kernels for Hopper: on an H100 0.7 to 0.8 of cuDNN's time at 131,072 tokens, and a
-    sixth of the host's at 8,192. With gradients cuDNN branch by branch where every branch is one call of many
-    keys: on an H200 it takes 0.6 to 0.9 of the fused kernels' time there, if rows are so long, or calls
-    captured, that the host doesn't count. The fused kernels elsewhere: uneven lengths, documents, few keys,
-    inside torch.compile, where code around the branches isn't compiled once more. Where Triton can't compile,
-    CUDA C++. Plain PyTorch where no branch is dense: there verification on an H200 rejected the fused kernels
+    """Of many keys, forward alone, the kernels for Hopper: at 131,072 tokens they take 0.7 to 0.8 of cuDNN's
+    time on an H100, and at 8,192 a sixth of what cuDNN's calls take the host. With gradients cuDNN where
+    every branch is one call and the host doesn't count, as rows are long or calls captured: 0.6 to 0.9 of the
+    fused kernels' time on an H200. These elsewhere: uneven lengths, documents, few keys, inside
+    torch.compile, where code around the branches isn't compiled once more. Where Triton can't compile, CUDA
+    C++. Plain PyTorch where no branch is dense: there verification on an H200 rejected the fused kernels
     once."""
     if fused_supports(case):
         return "eager"
@@ -285,13 +285,13 @@ def heuristic(case: Case, regime: str) -> str:
     pattern = pattern_of(case.segments, case.rates, case.phase, case.k.shape[2])
     if pattern.rates[0] > 1:
         return "eager"
-    if regime == "compiled":
+    T = case.q.shape[1]
+    keys = min(min(w, T) // r for w, r in zip(pattern.segments, pattern.rates, strict=True))
+    if keys < 1024 or regime == "compiled":
         return "fused"
     if not case.needs_grad and hopper_supports(case) is None:
         return "hopper"
-    T = case.q.shape[1]
-    keys = min(min(w, T) // r for w, r in zip(pattern.segments, pattern.rates, strict=True))
-    long = keys >= 1024 and (T >= 32768 or regime == "graph")
+    long = T >= 32768 or regime == "graph"
     return "cudnn" if long and branches.even(pattern, T) and not branches.supports(case, "cudnn") else "fused"
 
 
