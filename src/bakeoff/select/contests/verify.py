@@ -42,7 +42,8 @@ def verify(op: Op, candidate: Candidate, sticks: Iterable[Yardstick]) -> tuple[E
         if not _repeats(op, candidate, stick, got):
             if candidate.deterministic:
                 raise Rejected(
-                    f"differs from run to run although declared deterministic: a race ({stick.where})"
+                    "differs from run to run although declared deterministic: a race; or it adds up in any "
+                    f"order, then declare it with Candidate(..., deterministic=False) ({stick.where})"
                 )
             deterministic = False
     return worst, deterministic and candidate.deterministic
