@@ -16,6 +16,7 @@ from bakeoff.errors import ContestError
 from bakeoff.select.contests import side_by_side
 from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.side_by_side import Wanted, Workers, fitting
+from bakeoff.select.contests.worker import compilers
 from tests.unit import zoo
 
 Ready = Callable[[], None]
@@ -304,3 +305,15 @@ def test_as_many_at_a_time_as_suit_the_machine(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(hardware, "facts", lambda device: facts)
     assert fitting("cpu") == jobs
+
+
+def test_processes_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile starts a process for every core, in each of them."""
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assert name not in compilers(1)
+    assert [compilers(jobs)[name] for jobs in (2, 4, 12)] == ["4", "2", "1"]
+    monkeypatch.setenv(name, "3")
+    assert [compilers(jobs)[name] for jobs in (1, 12)] == ["3", "3"]
+    assert [worker.beside for worker in Workers(3).workers] == [3] * 3

@@ -6,6 +6,7 @@ are captured in a CUDA graph. Candidates aren't verified here; suite "ops" does 
 
 import contextlib
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
@@ -22,6 +23,7 @@ from bakeoff.errors import ContestError
 from bakeoff.select import Case, Op, TensorMeta, find_op
 from bakeoff.select.contests.contest import regimes_of, timers_for
 from bakeoff.select.contests.measure import Timing, input_sets, interleave, release, work
+from bakeoff.select.contests.worker import compilers
 from bakeoff.select.declare.arguments import Arguments, Tensor
 from bakeoff.timing import Clock, seconds_per_call
 
@@ -129,12 +131,17 @@ def run_launch(
 
 def _compile(cells: Sequence[Cell], jobs: int, announce: Callable[[str], None]) -> None:
     """Call every candidate of `cells` once, in processes side by side."""
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    spawning = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawning, initializer=_begin, initargs=(compilers(jobs),)) as pool:
         calls = [pool.submit(_call_all, cell.op.name, cell.case) for cell in cells]
         for done, call in enumerate(as_completed(calls), 1):
             with contextlib.suppress(BrokenExecutor):  # what killed it is met again, and told, by timing
                 call.result()
             announce(f"{cells[0].op.name}: compiled {done} of {len(cells)}")
+
+
+def _begin(environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
 
 
 def _call_all(name: str, case: Case) -> None:

@@ -49,7 +49,10 @@ class Workers:
         *,
         stage_limit_s: float = STAGE_LIMIT_S,
     ) -> None:
-        self.workers = [Worker(stage_limit_s=stage_limit_s, announce=announce) for _ in range(max(1, jobs))]
+        jobs = max(1, jobs)
+        self.workers = [
+            Worker(stage_limit_s=stage_limit_s, announce=announce, beside=jobs) for _ in range(jobs)
+        ]
         self.turns = _Turns(0)
         self.threads: list[threading.Thread] = []
         """Those of the round in hand."""

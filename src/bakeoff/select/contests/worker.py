@@ -42,7 +42,7 @@ from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.op import Op
 from bakeoff.select.declare.variants import EVERY, label, named
 
-__all__ = ["STAGE_LIMIT_S", "Worker", "home_of", "op_at"]
+__all__ = ["STAGE_LIMIT_S", "Worker", "compilers", "home_of", "op_at"]
 
 STAGE_LIMIT_S = 120.0
 """What a candidate may take to compile and be verified, or to be measured once."""
@@ -68,14 +68,30 @@ def op_at(home: str) -> Op:
     return op
 
 
+def compilers(processes: int) -> dict[str, str]:
+    """The environment of one of so many processes that compile at the same time.
+
+    torch.compile starts a process for every core, each of which imports torch first. Those of all processes
+    together are half as many as the cores, or one each, unless the user has said how many.
+    """
+    if processes < 2:
+        return {**os.environ}
+    each = max(1, (os.cpu_count() or 1) // (2 * processes))
+    return {"TORCHINDUCTOR_COMPILE_THREADS": str(each), **os.environ}
+
+
 class Worker:
-    """A process that holds contests; started on first use, replaced when it dies."""
+    """A process that holds contests; started on first use, replaced when it dies. `beside`: of so many."""
 
     def __init__(
-        self, stage_limit_s: float = STAGE_LIMIT_S, announce: Callable[[str], None] = lambda stage: None
+        self,
+        stage_limit_s: float = STAGE_LIMIT_S,
+        announce: Callable[[str], None] = lambda stage: None,
+        beside: int = 1,
     ) -> None:
         self.stage_limit_s = stage_limit_s
         self.announce = announce
+        self.beside = beside
         self.process: subprocess.Popen[bytes] | None = None
         self.ended = ""
         """Why no process is started any more."""
@@ -236,7 +252,7 @@ class Worker:
         if self.ended:
             raise ContestError(self.ended)
         reader, writer = os.pipe()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environment = {**compilers(self.beside), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         environment.pop("BAKEOFF_POLICY", None)
         self.answers = queue.Queue()
         self.complaints = b""
