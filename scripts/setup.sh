@@ -59,8 +59,11 @@ if torch.version.cuda and (2, 11) <= tuple(int(part) for part in torch.__version
 EOF
 fi
 
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
     --constraint "$constraints" --editable '.[dev]' ||
     fail "pip could not install bakeoff; its message is above. Repair that, then run the same command again"
+# What pip would do on one core; a file that is no Python of this version, a template, is no failure.
+"$venv/bin/python" -m compileall -q -j 0 \
+    "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" >/dev/null 2>&1 || true
 "$venv/bin/python" -c 'import torch; print(f"setup: PyTorch {torch.__version__}", flush=True)' >&2
 touch "$venv/.ready"

@@ -78,6 +78,7 @@ def test_candidates(op: Op) -> None:
 
 LOADED = """
 import json, os, sys
+import triton  # once for all forks
 import bakeoff.ops
 from bakeoff.select import registry
 
