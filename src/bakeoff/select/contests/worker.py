@@ -71,8 +71,8 @@ def op_at(home: str) -> Op:
 def compilers(processes: int) -> dict[str, str]:
     """The environment of one of so many processes that compile at the same time.
 
-    torch.compile starts a process for every core, each of which imports torch first. Those of all processes
-    together are half as many as the cores, or one each, unless the user has said how many.
+    torch.compile starts a process for every core. Those of all together are half as many as the cores, or one
+    each, unless the user has said how many.
     """
     if processes < 2:
         return {**os.environ}
