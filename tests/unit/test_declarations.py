@@ -17,7 +17,7 @@ import bakeoff
 from bakeoff.select import Cost, Op, find_op, registry
 from bakeoff.select.contests.draw import inputs
 from bakeoff.select.declare.key import REGIMES, key
-from bakeoff.select.declare.sources import files, roots
+from bakeoff.select.declare.sources import _meaning, files, roots
 from tests.cut import cut
 
 importlib.import_module("bakeoff.ops")
@@ -117,7 +117,7 @@ def hashes(op: Op) -> dict[str, str]:
 def hashes_after_editing(op: Op, edited: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     read = Path.read_bytes
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * path.samefile(edited))
+        patched.setattr(Path, "read_bytes", lambda path: read(path) + b"\nedited = 1" * path.samefile(edited))
         return hashes(op)
 
 
@@ -161,7 +161,40 @@ def test_plain_pytorch_s_source_is_its_formula_and_the_definition(op: Op) -> Non
     assert f"bakeoff.ops.{op.name}.plain" in found
     ops = {op.name, MADE_OF.get(op.name, op.name)}
     own = {f"bakeoff.ops.{name}.{module}" for name in ops for module in ("plain", "reference")}
-    assert {name for name in found if not name.startswith("bakeoff.attention_backends")} <= own
+    assert {name for name in found if not name.startswith("bakeoff.attention_backends")} <= {
+        *own,
+        "bakeoff.autocast",
+    }
+
+
+def test_words_about_code_are_no_part_of_its_source(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, before = Path.read_bytes, hashes(op)
+
+    def reworded(path: Path) -> bytes:
+        text = read(path)
+        return text + b'\n\n# More words.\n"""And more."""\n' if path.suffix == ".py" else text
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", reworded)
+        assert hashes(op) == before
+
+
+def test_what_looks_like_words_but_is_code_stays() -> None:
+    code = b'''def f(): "inline"
+x = """
+# in a string
+
+"""; y = 1
+f"""
+# {x}
+"""
+"a" if x else "b"
+'''
+    assert _meaning(code) == code.rstrip(b"\n")
+    assert _meaning(
+        b'"""Doc."""\n\nx = 1  # why\n# alone\ndef f():\n    """Doc\n\n    of f."""\n    return x\n'
+    ) == (b"x = 1  # why\ndef f():\n    return x")
+    assert _meaning(b"x = (") == b"x = ("
 
 
 def test_metadata_names_arguments(op: Op) -> None:

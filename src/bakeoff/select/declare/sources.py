@@ -1,6 +1,7 @@
 """The source of a candidate: the files whose text decides what it computes, found by reading imports.
 
-A verdict holds as long as these files stand as they were measured. They are
+A verdict holds as long as these files stand as they were measured, but for Python's docstrings, lines of
+comments and blank lines. They are
 
 - the module that holds the implementation, or the modules that its loader imports;
 - the modules of this package's ops and kernels that those import, directly or not, also inside functions;
@@ -37,6 +38,7 @@ _OURS = (
     "bakeoff.channel_major",
     "bakeoff.fft_conv",
     "bakeoff.attention_backends",
+    "bakeoff.autocast",
 )
 _DECLARING = re.compile(r"bakeoff\.ops(\.\w+(\.(op|peers))?)?")
 _INCLUDE = re.compile(rb'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
@@ -78,7 +80,8 @@ def source_hash(roots: Sequence[Root] | None, packages: Iterable[str]) -> str:
     """A hash of all files behind `roots` and of the packages' versions; a new one each time for None."""
     digest = hashlib.sha256(secrets.token_bytes() if roots is None else b"")
     for name, text in sorted(files(roots or ()).items()):
-        digest.update(f"{name} {len(text)}\n".encode() + text)
+        meaning = text if re.search(r"\.cuh?$", name) else _meaning(text)
+        digest.update(f"{name} {len(meaning)}\n".encode() + meaning)
     for package in packages:
         if package != "triton":  # its version is in the table's own stamp
             digest.update(f"{package} {package_version(package)}".encode())
@@ -189,11 +192,19 @@ def _resolved(imports: Iterable[tuple[int, str, tuple[str, ...]]], module: _Modu
 
 
 @lru_cache(maxsize=1024)
+def _tree(text: bytes) -> ast.Module | None:
+    """A module's statements; None while it is being edited, or if it is no Python."""
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        return None
+
+
+@lru_cache(maxsize=1024)
 def _read(text: bytes, top_level_only: bool) -> tuple[list[tuple[int, str, tuple[str, ...]]], list[str]]:
     """The import statements of a module's text as (level, module, names), and the CUDA files it names."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:  # it is being edited
+    tree = _tree(text)
+    if tree is None:
         return [], []
     imports: list[tuple[int, str, tuple[str, ...]]] = []
     for node in tree.body if top_level_only else ast.walk(tree):
@@ -207,6 +218,31 @@ def _read(text: bytes, top_level_only: bool) -> tuple[list[tuple[int, str, tuple
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     return imports, [string for string in strings if re.fullmatch(r"[\w./-]+\.cuh?", string)]
+
+
+@lru_cache(maxsize=1024)
+def _meaning(text: bytes) -> bytes:
+    """A module's text without docstrings, lines that hold a comment alone, and blank lines."""
+    tree = _tree(text)
+    if tree is None:
+        return text
+    lines = text.splitlines()
+    left_out, kept = set[int](), set[int]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            first, last = node.lineno, node.end_lineno or node.lineno
+            around = lines[first - 1][: node.col_offset] + lines[last - 1][node.end_col_offset :]
+            if not around.strip():
+                left_out.update(range(first, last + 1))
+        elif isinstance(node, ast.Constant | ast.JoinedStr):  # lines of a string are no comments
+            kept.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    kept -= left_out
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if number not in left_out]
+    return b"\n".join(
+        line
+        for number, line in numbered
+        if number in kept or (line.strip() and not line.lstrip().startswith(b"#"))
+    )
 
 
 def _cuda_files(names: Iterable[str], module: _Module) -> dict[str, bytes]:
