@@ -142,6 +142,17 @@ def test_a_group_forces_no_candidate_of_its_own() -> None:
         AdamW([{"params": parameters(), "differentiable": True}])
 
 
+@pytest.mark.parametrize(
+    "own",
+    [{"max_grad_norm": 1.0}, {"skip_nonfinite": True}, {"master_weights": "float32"}, {"impl": "loop"}],
+)
+def test_a_group_has_no_setting_that_holds_for_all(own: dict[str, Any]) -> None:
+    (name,) = own
+    with pytest.raises(ValueError, match=rf"{name} holds for all groups.*give AdamW\(\.\.\., {name}="):
+        AdamW([{"params": parameters(), **own}])
+    AdamW([{"params": parameters(), **own}], **own)  # what is true of all may be said of one
+
+
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("impl", ALL)
 def test_a_tensor_rate(impl: str | None, shape: tuple[int, ...]) -> None:

@@ -326,3 +326,26 @@ def test_groups_of_a_model() -> None:
 def test_bad_settings_are_named(how: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DeepNestedOptimizer(parameters(), **how)
+
+
+@pytest.mark.parametrize("controller", [None, 0, "yes"])
+def test_a_controller_is_asked_for_in_clear_words(controller: Any) -> None:
+    with pytest.raises(TypeError, match=r"controller must be True, False .* or a dict of settings"):
+        DeepNestedOptimizer(parameters(), controller=controller)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("when", ["always", "at first", "later"])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype, when: str) -> None:
+    plain, other = model(), model()
+    wanted = train(plain, optimizer(plain, max_grad_norm=1.0), 8)
+    try:
+        torch.set_default_dtype(torch.float32 if when == "later" else dtype)
+        optim = optimizer(other, max_grad_norm=1.0)
+        torch.set_default_dtype(torch.float32 if when == "at first" else dtype)
+        losses = train(other, optim, 8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optim.controller is not None
+    assert optim.controller.multipliers.dtype == torch.float32
+    assert losses == wanted

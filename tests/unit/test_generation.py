@@ -113,11 +113,61 @@ def test_prompts_longer_than_the_context() -> None:
         ),
         ([torch.zeros(3)], TypeError, r"prompt\[0\] are torch.float32"),
         (["text"], TypeError, r"prompt\[0\] must be a tensor"),
+        (
+            [torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long, device="meta")],
+            ValueError,
+            r"prompt\[1\] is on meta, prompt\[0\] on cpu: move them to one device",
+        ),
     ],
 )
 def test_prompts_that_are_refused(prompt: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         model_of("attention").generate(prompt, 3)
+
+
+def test_a_generator_is_no_number() -> None:
+    with pytest.raises(TypeError, match=r"generator must be a torch.Generator, got int: give seed="):
+        model_of("attention").stream(torch.zeros(1, 3, dtype=torch.long), 3, generator=7)
+
+
+@pytest.mark.parametrize("name", ["attention", "every rung", "taps"])
+@torch.no_grad()
+def test_a_piece_that_finds_no_room_leaves_the_cache_as_it_was(name: str) -> None:
+    model, ids = model_of(name), torch.randint(256, (2, 8))
+    cache = model.make_cache(8)
+    first = model.decode(ids[:, :6], cache)
+    with pytest.raises(ValueError, match=r"9 positions are more .* capacity of 8: .*make_cache\(9\)"):
+        model.decode(ids[:, :3], cache)
+    found = torch.cat([first, model.decode(ids[:, 6:], cache)], dim=1)
+    assert torch.allclose(found, model(ids)[0], atol=1e-9)
+    cache.settle(model)
+    with pytest.raises(ValueError, match="9 positions are more than the cache's capacity of 8"):
+        model.decode(ids[:, :1], cache)
+
+
+@pytest.mark.parametrize("name", ["attention", "poles", "taps", "dilated", "mac", "mag", "lmm"])
+@torch.no_grad()
+def test_a_settled_cache_takes_one_symbol_a_call(name: str) -> None:
+    model, ids = model_of(name), torch.randint(256, (2, 9))
+    cache = model.make_cache()
+    with pytest.raises(ValueError, match="empty cache can't be settled: decode the first symbols"):
+        cache.settle(model)
+    found = [model.decode(ids[:, :5], cache)]
+    cache.settle(model)
+    with pytest.raises(ValueError, match="ids have 3 symbols a row, and a settled cache takes one a call"):
+        model.decode(ids[:, 5:8], cache)
+    found += [model.decode(ids[:, at : at + 1], cache) for at in range(5, 9)]
+    assert torch.allclose(torch.cat(found, dim=1), model(ids)[0], atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["attention", "poles", "dilated", "mac"])
+def test_capacities_that_are_refused(name: str) -> None:
+    model = model_of(name)
+    for capacity in (0, -1):
+        with pytest.raises(ValueError, match=f"capacity={capacity} must be at least 1, or None"):
+            model.make_cache(capacity)
+    with pytest.raises(TypeError, match=r"capacity=2.5 must be an int"):
+        model.make_cache(2.5)
 
 
 def test_a_graph_needs_a_cuda_device() -> None:

@@ -261,6 +261,8 @@ def test_grad_scaler_schedulers_new_groups_and_tensor_rates() -> None:
         ((5,), {}, r"muon takes matrices, and parameter 0 of the group has shape \(5,\).*muon_groups"),
         ((4, 5), {"splits": 3}, "splits must be how many equal blocks the 4 rows of parameter 0"),
         ((4, 5), {"splits": (1, 2)}, "or the rows of each block, got"),
+        ((4, 5), {"splits": (2.0, 2.0)}, "or the rows of each block, got"),
+        ((4, 5), {"splits": "22"}, "or the rows of each block, got '22'"),
         ((4, 5), {"momentum": 1.0}, "momentum_decay must be in"),
         ((4, 5), {"steps": 0}, "steps must be a whole number"),
         ((4, 5), {"scale": "x"}, "scale must be one of"),

@@ -21,7 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.caching import DecodeCache, rows_at
-from bakeoff.models.checks import check_cache, check_fields, check_ids, check_kind, check_symbols
+from bakeoff.models.checks import (
+    check_cache,
+    check_capacity,
+    check_fields,
+    check_ids,
+    check_kind,
+    check_symbols,
+)
 from bakeoff.models.generation import Generates
 from bakeoff.models.ngrams import NGrams, check_ngrams
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
@@ -176,6 +183,7 @@ class Cache(DecodeCache):
 
     def __init__(self, config: Config, capacity: int | None = None) -> None:
         super().__init__()
+        check_capacity(capacity)
         self.config = config
         self.bytes: Tensor | None = None
         self.symbols: Tensor | None = None
@@ -186,6 +194,10 @@ class Cache(DecodeCache):
     def rows(self) -> int | None:
         """How many rows it holds; None while it is empty."""
         return None if self.bytes is None else self.bytes.shape[0]
+
+    @property
+    def capacity(self) -> int | None:
+        return self.attention.capacity if self.config.attention_every else None
 
     def state(self) -> dict[str, Tensor]:
         assert self.bytes is not None

@@ -26,6 +26,11 @@ class DecodeCache:
         """Once settled: the same number on the device, [1] int64."""
         self._fixed: dict[str, Tensor] = {}
 
+    @property
+    def capacity(self) -> int | None:
+        """How many positions it has room for; None: any number."""
+        return None
+
     def state(self) -> dict[str, Tensor]:
         """The tensors that a step makes anew, by name."""
         return {}
@@ -44,7 +49,13 @@ class DecodeCache:
         """Prepares what all layers of a step share."""
 
     def settle(self, model: Any) -> None:
-        """From here on `model.decode` takes one symbol a row. To be called behind the first piece."""
+        """From here on `model.decode` takes one symbol a row. To be called behind the first piece.
+
+        Raises:
+            ValueError: nothing was decoded yet.
+        """
+        if not self.length:
+            raise ValueError("an empty cache can't be settled: decode the first symbols, then settle it")
         with torch.inference_mode(False), torch.no_grad():
             self.at = torch.full((1,), self.length, device=next(model.parameters()).device)
             self.widen(model, self.at)

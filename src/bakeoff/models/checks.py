@@ -7,7 +7,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-__all__ = ["check_cache", "check_fields", "check_ids", "check_kind", "check_sampling", "check_symbols"]
+__all__ = [
+    "check_cache",
+    "check_capacity",
+    "check_fields",
+    "check_ids",
+    "check_kind",
+    "check_sampling",
+    "check_symbols",
+]
 
 
 def check_fields(config: msgspec.Struct) -> None:
@@ -55,14 +63,35 @@ def check_ids(name: str, ids: Tensor) -> None:
         raise ValueError(f"{name} have shape {tuple(ids.shape)}, no symbols: give at least one row of one")
 
 
+def check_capacity(capacity: int | None) -> None:
+    """Raises TypeError or ValueError unless a cache can be of so many positions; None: as many as the model
+    takes."""
+    if capacity is not None and type(capacity) is not int:
+        raise TypeError(f"capacity={capacity!r} must be an int, or None for max_seq_len")
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"capacity={capacity} must be at least 1, or None for max_seq_len")
+
+
 def check_cache(cache: Any, config: msgspec.Struct, ids: Tensor) -> None:
-    """Raises ValueError unless `cache` is for such a model, and empty or of as many rows as `ids`."""
+    """Raises ValueError unless `cache` is for such a model, has room for `ids`, and is empty or of as many
+    rows; a settled one takes one symbol a row."""
     if cache.config is not config and cache.config != config:
         raise ValueError("cache was made for another model: use Cache(model.config)")
     if cache.rows not in (None, ids.shape[0]):
         raise ValueError(
             f"ids have {ids.shape[0]} rows, the cache {cache.rows}: decode the same rows, or begin with a "
             f"new Cache(model.config)"
+        )
+    if cache.at is not None and ids.shape[1] != 1:
+        raise ValueError(
+            f"ids have {ids.shape[1]} symbols a row, and a settled cache takes one a call: decode ids[:, :1] "
+            f"first, or settle the cache behind them"
+        )
+    room, length = cache.capacity, cache.length + ids.shape[1]
+    if room is not None and length > room:
+        raise ValueError(
+            f"{length} positions are more than the cache's capacity of {room}: begin with "
+            f"model.make_cache({length}) or more"
         )
 
 

@@ -131,6 +131,11 @@ class Generates:
     ) -> Draw:
         self.context()
         check_sampling(max_new, temperature, top_k, top_p, seed)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(
+                f"generator must be a torch.Generator, got {type(generator).__name__}: give seed=NUMBER, or "
+                f"torch.Generator(device).manual_seed(NUMBER)"
+            )
         if seed is not None:
             if generator is not None:
                 raise ValueError("give seed or generator, not both")
@@ -261,6 +266,11 @@ def _check_prompts(prompts: object) -> None:
             raise ValueError(
                 f"prompt[{number}] has shape {tuple(row.shape)}, expected [T], at least one symbol; rows of "
                 f"equal length go into one tensor [B, T]"
+            )
+        if row.device != prompts[0].device:  # type: ignore[index]
+            raise ValueError(
+                f"prompt[{number}] is on {row.device}, prompt[0] on {prompts[0].device}: "  # type: ignore[index]
+                f"move them to one device"
             )
 
 

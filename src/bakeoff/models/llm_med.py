@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.caching import DecodeCache, rows_at
-from bakeoff.models.checks import check_cache, check_fields, check_ids, check_kind
+from bakeoff.models.checks import check_cache, check_capacity, check_fields, check_ids, check_kind
 from bakeoff.models.generation import Generates
 from bakeoff.models.ngrams import NGrams, check_ngrams
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
@@ -120,6 +120,7 @@ class Cache(DecodeCache):
 
     def __init__(self, config: Config, capacity: int | None = None) -> None:
         super().__init__()
+        check_capacity(capacity)
         self.config = config
         self.attention = KeyValues(config.layers, min(capacity or config.max_seq_len, config.max_seq_len))
         self.inputs: dict[str, Tensor] = {}
@@ -131,6 +132,10 @@ class Cache(DecodeCache):
     def rows(self) -> int | None:
         """How many rows it holds; None while it is empty."""
         return self.attention.rows
+
+    @property
+    def capacity(self) -> int:
+        return self.attention.capacity
 
     def state(self) -> dict[str, Tensor]:
         return {**self.inputs, **({} if self.symbols is None else {"symbols": self.symbols})}

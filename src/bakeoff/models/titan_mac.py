@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.caching import DecodeCache
-from bakeoff.models.checks import check_cache, check_fields, check_ids, check_kind
+from bakeoff.models.checks import check_cache, check_capacity, check_fields, check_ids, check_kind
 from bakeoff.models.generation import Generates
 from bakeoff.models.titan_mixers import MIXERS, Past
 from bakeoff.nn import MLP, HasRotaryTables, RMSNorm
@@ -316,7 +316,7 @@ class TitanMAC(Generates, HasRotaryTables):
 
     def make_cache(self, capacity: int | None = None) -> Cache:
         """An empty cache for `decode`, of the same size for any number of positions."""
-        del capacity
+        check_capacity(capacity)
         return Cache(self.config)
 
     def context(self) -> None:

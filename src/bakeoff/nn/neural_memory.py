@@ -72,11 +72,12 @@ class NeuralMemory(nn.Module):
     convolution of projections of x; q and k have length 3, v has length 1. decay, forget and theta are
     sigmoids of learned functions of x per token and head, lr_t = max_lr theta_t (1 - decay_t) / (chunk
     K_t), K_t a bound of the squared length of M(k_t)'s gradient, at first and once M holds v_t: the steps
-    of a chunk together correct its errors by 2 max_lr of their size at most, so that below 1 no gate and
-    no weights make the memory diverge, not even where all keys are equal. M begins at learned values, S
-    at 0; both belong to one row alone. W2 is 0 at first: what is read is normalised, and random answers
-    would drown what was written. Queries and keys are at first the same function of a token, but a key is
-    that of the token before: asked with a token, the memory gives what followed it.
+    of a chunk together correct its errors by 2 max_lr of their size at most while K_t holds, so that below 1
+    no gate makes the memory diverge, not even where all keys are equal. Unlike keys can make a memory outgrow
+    K_t: heads of 2 with chunk=1 and momentum=False did, random tokens made them NaN. M begins at learned
+    values, S at 0; both belong to one row alone. W2 is 0 at first: what is read is normalised, and random
+    answers would drown what was written. Queries and keys are at first the same function of a token, but a
+    key is that of the token before: asked with a token, the memory gives what followed it.
 
     Args:
         dim: D, a multiple of heads.
@@ -85,7 +86,7 @@ class NeuralMemory(nn.Module):
         chunk: tokens that share the memory at which gradients are taken; 1 is exact online descent.
         read: "after": y_t is read from M_t, "before": from M_{t-1}, "chunk": from the memory at the start of
             t's chunk. All are causal.
-        max_lr: as above, > 0; stable below 1.
+        max_lr: as above, > 0; above 1 the memory may diverge.
         decay, forget: what these gates begin with, in (0, 1).
         momentum: False sets decay = 0: S_t = -lr_t u_t.
         per_token: False makes the gates learned constants of a head.

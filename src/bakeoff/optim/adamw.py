@@ -22,6 +22,8 @@ _MOMENTS = {"exp_avg", "exp_avg_sq"}
 _AS_SAVED = {"gathered", "momentum", "direction"}
 _SHAPED = {*_MOMENTS, *_AS_SAVED, "master", "remainder"}
 """Keys of a parameter's state that have its shape."""
+_OF_ALL_GROUPS = {"max_grad_norm", "skip_nonfinite", "master_weights", "impl", "muon_impl"}
+"""Settings that a group would not be asked for."""
 _UNABLE_TO_SKIP = ("foreach", "compiled")
 
 
@@ -164,6 +166,14 @@ class AdamW(Optimizer):
                     f"AdamW: a group can't force {candidate} for itself; leave it out there, or give "
                     f"AdamW(..., {candidate}=True), for all groups"
                 )
+        own = type(self).__name__
+        for key in sorted(_OF_ALL_GROUPS & group.keys()):
+            if group[key] == getattr(self, key, None):
+                continue
+            raise ValueError(
+                f"{own}: {key} holds for all groups, and a group can't have one of its own; leave it out "
+                f"there, and give {own}(..., {key}={group[key]!r})"
+            )
         self._check(group)
         return group
 

@@ -1,5 +1,6 @@
 """A learned multiplier of each parameter group's learning rate, kept and trained on the device."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -89,9 +90,13 @@ class NestedController:
         self.groups, self.hidden, self.ratio, self.rate = groups, hidden, ratio, rate
         self.inner, self.margin, self.pull, self.decay, self.wait = inner, margin, pull, decay, wait
         device = torch.device(device)
-        first = torch.randn(hidden, _INPUTS, generator=torch.Generator().manual_seed(seed))
-        spread = torch.linspace(-1.0, 1.0, groups) if depths is None else torch.tensor(list(depths))
-        zeros = torch.zeros
+        # In float32 whatever the default dtype is, and on the CPU whatever the default device is.
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        first = torch.randn(hidden, _INPUTS, generator=torch.Generator().manual_seed(seed), **kind)
+        spread = (
+            torch.linspace(-1.0, 1.0, groups, **kind) if depths is None else torch.tensor([*depths], **kind)
+        )
+        zeros = functools.partial(torch.zeros, dtype=torch.float32)
         self._state = {
             "weight1": (first / math.sqrt(_INPUTS)).to(device),
             "bias1": zeros(hidden, device=device),
@@ -106,7 +111,7 @@ class NestedController:
             "size": zeros(groups, device=device),  # the last update's norm
             "x": zeros(groups, _INPUTS, device=device),  # what the present multipliers were made of,
             "x_last": zeros(groups, _INPUTS, device=device),  # and those of the last step
-            "multipliers": torch.ones(groups, device=device),
+            "multipliers": torch.ones(groups, device=device, dtype=torch.float32),
         }
 
     @property
@@ -191,9 +196,9 @@ class NestedController:
         averaged = s["cosine"] + (cosine - s["cosine"]) * min(1.0, 10.0 * (1.0 - self.decay))
         beyond = averaged - averaged.clamp(-self.margin, self.margin)
         y, units = self._network(s["x_last"])
-        back = torch.where(fine & (count > max(2, self.wait)), 1.0 / self.groups, 0.0)
+        learns = fine & (count > max(2, self.wait))
         steep = math.log(self.ratio) * (1.0 - torch.tanh(y).square())
-        dy = torch.where(back > 0, (self.pull * y - beyond * steep) * back, 0.0)
+        dy = torch.where(learns, (self.pull * y - beyond * steep) * (1.0 / self.groups), 0.0)
         inside = torch.outer(dy, s["weight2"]) * (1.0 - units.square())
         step = -self.rate * self.inner
         s["weight2"].add_(torch.mv(units.t(), dy), alpha=step)
@@ -221,7 +226,9 @@ class NestedController:
         for name, own in self._state.items():
             if name not in _SHARED:
                 filler = torch.ones if name in ("multipliers", "depth") else torch.zeros
-                self._state[name] = torch.cat([own, filler(more, *own.shape[1:], device=own.device)])
+                self._state[name] = torch.cat(
+                    [own, filler(more, *own.shape[1:], device=own.device, dtype=own.dtype)]
+                )
 
     def to(self, device: torch.device) -> None:
         """Moves everything to `device`, if it is elsewhere."""

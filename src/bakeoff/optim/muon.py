@@ -199,7 +199,11 @@ def _check_splits(own: str, index: int, rows: int, splits: int | Sequence[int] |
     if splits is None:
         return
     whole = isinstance(splits, int) and not isinstance(splits, bool) and splits > 0 and rows % splits == 0
-    listed = not isinstance(splits, int) and all(n > 0 for n in splits) and sum(splits) == rows
+    listed = (
+        isinstance(splits, Sequence)
+        and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in splits)
+        and sum(splits) == rows
+    )
     if not (whole or listed):
         raise ValueError(
             f"{own}: splits must be how many equal blocks the {rows} rows of parameter {index} are made of, "

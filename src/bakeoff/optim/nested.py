@@ -113,6 +113,11 @@ class DeepNestedOptimizer(Muon):
         master_weights: str | None = None,
         impl: str | None = None,
     ) -> None:
+        if not isinstance(controller, bool | Mapping):
+            raise TypeError(
+                f"DeepNestedOptimizer: controller must be True, False (all multipliers are 1) or a dict of "
+                f"settings of NestedController, got {controller!r}"
+            )
         self.controller: NestedController | None = None
         self.loss: Tensor | None = None
         self._settings: dict[str, Any] | None = None
@@ -187,7 +192,7 @@ class DeepNestedOptimizer(Muon):
         if controller is not None:
             device = steps[0][1].group.params[0].device
             controller.to(device)
-            sums = torch.empty(len(steps), 4, device=device)  # each step writes its own
+            sums = torch.empty(len(steps), 4, dtype=torch.float32, device=device)  # each step writes its own
         ends: dict[int, tuple[Tensor, Tensor]] = {}
         for row, (group, given, asked) in enumerate(steps):
             lists, how = given, asked
@@ -208,7 +213,7 @@ class DeepNestedOptimizer(Muon):
     def _by_group(self, sums: Tensor, rows: list[int]) -> Tensor:
         """[groups, 4]: the sums of each group over its dtypes, and over ranks where they hold shards."""
         if rows != list(range(len(self.param_groups))):
-            total = torch.zeros(len(self.param_groups), 4, device=sums.device)
+            total = torch.zeros(len(self.param_groups), 4, dtype=sums.dtype, device=sums.device)
             for row, i in enumerate(rows):
                 total[i] += sums[row]
             sums = total
@@ -221,7 +226,7 @@ class DeepNestedOptimizer(Muon):
         """Counts a gradient of a slow group: whether a period begins with it, and whether one ends."""
         device = group["params"][0].device
         if _GATHERED not in group:
-            group[_GATHERED] = torch.zeros((), device=device)
+            group[_GATHERED] = torch.zeros((), dtype=torch.float32, device=device)
         elif group[_GATHERED].device != device:
             group[_GATHERED] = group[_GATHERED].to(device)
         count = group[_GATHERED]
@@ -249,7 +254,7 @@ class DeepNestedOptimizer(Muon):
             total = torch.where(begins, 0.0, own) + g.to(own.dtype) * factor
             own.copy_(total if how.found_inf is None else torch.where(how.found_inf != 0, own, total))
             gathered.append(own)
-        mean = torch.full((), float(period), device=ends.device)
+        mean = torch.full((), float(period), dtype=torch.float32, device=ends.device)
         how = how._replace(clip_coef=None, grad_scale=mean, found_inf=(~ends).float())
         return lists._replace(group=lists.group._replace(grads=TensorList.of(gathered))), how
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.caching import rows_at
-from bakeoff.models.checks import check_cache, check_ids, check_kind
+from bakeoff.models.checks import check_cache, check_capacity, check_ids, check_kind
 from bakeoff.models.generation import Generates
 from bakeoff.models.longnet.blocks import Block, LongNet, cross_entropy
 from bakeoff.models.longnet.cache import Cache
@@ -137,7 +137,7 @@ class LongNetLM(Generates, LongNet):
 
     def make_cache(self, capacity: int | None = None) -> Cache:
         """An empty cache for `decode`, of the same size for any number of positions."""
-        del capacity
+        check_capacity(capacity)
         return Cache(self.config)
 
     def context(self) -> int:
