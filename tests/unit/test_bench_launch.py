@@ -77,7 +77,7 @@ def test_every_candidate_is_called_side_by_side_before_any_is_timed(
         raise RuntimeError("out of luck")
 
     monkeypatch.setitem(op.by_name["compiled"].__dict__, "implementation", broken)
-    monkeypatch.setattr(launch, "ProcessPoolExecutor", lambda jobs, _: ThreadPoolExecutor(jobs))
+    monkeypatch.setattr(launch, "ProcessPoolExecutor", lambda jobs, _, **__: ThreadPoolExecutor(jobs))
     launch.run_launch(
         [op], "cpu", tmp_path / "launch.json", lengths=(4,), budget_s=0.001, jobs=2, announce=stages.append
     )

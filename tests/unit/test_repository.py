@@ -153,6 +153,13 @@ def test_documented_commands_exist() -> None:
     assert not wrong
 
 
+def test_help_names_every_recipe() -> None:
+    from bakeoff.apps.cli.commands.training import train
+    from bakeoff.apps.train.recipes import RECIPES
+
+    assert set(re.findall(r"[a-z]+-[a-z-]+|longnet", train.help or "")) >= set(RECIPES)
+
+
 def test_every_command_explains_itself_and_is_documented() -> None:
     from bakeoff.apps.cli import main
 

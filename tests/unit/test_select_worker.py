@@ -205,7 +205,7 @@ def test_a_verdict_keeps_the_hash_of_the_source_it_was_measured_on(
     monkeypatch.syspath_prepend(tmp_path)
     op = op_at("zoo_edited_later:OP")
     before = op.by_name["edited"].source_hash
-    file.write_text(file.read_text() + "# corrected\n")
+    file.write_text(file.read_text() + "CORRECTED = 1\n")
     with Worker() as worker:
         (verdict,) = worker.contest(op, zoo.case(), ("eager",), 0.01)
     assert trial(verdict, "edited").source_hash == replace(op.by_name["edited"]).source_hash

@@ -50,8 +50,8 @@ def demo(**values: Any) -> None:
 def train(**values: Any) -> None:
     """Train a recipe on bytes.
 
-    RECIPE is llm-med-tiny (the default; a minute on 4 CPU cores), llm-med, llm-med-base, byte-spectral-tiny,
-    byte-spectral, titan-mac-tiny, titan-mac, longnet-tiny or longnet.
+    RECIPE is llm-med-tiny (the default; a minute on 4 CPU cores), llm-med, llm-med-base, llm-med-published,
+    byte-spectral-tiny, byte-spectral, titan-mac-tiny, titan-mac, longnet-tiny or longnet.
     Settings come from the recipe, then the --config file, then KEY=VALUE arguments; the last one counts.
     Ctrl-C finishes the step, saves and measures; the same command with --out goes on from there. SIGTERM and
     SIGHUP do the same. The exit status is 0 where the run came to its end, 128 and the signal's number where
