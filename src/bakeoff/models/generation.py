@@ -174,6 +174,7 @@ class _Text:
         ids: [B, whole length], prompts and what is written so far.
         limit: [B], how long each row's prompt is, where these differ.
         last: [1], the place of the latest symbol, on the device.
+        length: what the cache held before the step in hand.
     """
 
     def __init__(self, model: Any, ids: Tensor, begin: int, limit: Tensor | None, draw: Draw) -> None:
@@ -181,6 +182,7 @@ class _Text:
         self.context = model.context() or ids.shape[1]
         self.last = torch.full((1,), begin - 1, device=ids.device)
         self.cache: DecodeCache | None = None
+        self.length = 0
 
     def next(self, number: int, step: Callable[[], None]) -> None:
         """Writes the symbols at place `number`; `step` is `self.step`, as it is issued."""
@@ -190,13 +192,14 @@ class _Text:
             elif self.cache.length == self.context:
                 self.cache.take(self._read(self.ids[:, number - max(1, self.context // 2) : number]))
             else:
-                length = self.cache.length
+                self.length = self.cache.length
                 step()
-                self.cache.length = length + 1
+                self.cache.length = self.length + 1
 
     def step(self) -> None:
         """One symbol more, by operations that are the same every time."""
         assert self.cache is not None
+        self.cache.length = self.length  # also where a capture that failed has counted already
         symbols = self.ids.index_select(1, self.last)
         self._write(self.model.decode(symbols, self.cache)[:, -1])
 
