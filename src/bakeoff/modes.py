@@ -1,15 +1,28 @@
-"""Dispatch modes that keep torch.compile out of their own code without importing it."""
+"""Dispatch modes: which of them look at calls, and a kind that torch.compile stays out of."""
 
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 try:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 except ImportError:  # a version of PyTorch that has no such functions
     set_code_exec_strategy = None  # type: ignore[assignment]
 
-__all__ = ["UntracedMode"]
+__all__ = ["UntracedMode", "watched"]
+
+
+def watched() -> bool:
+    """Whether a dispatch mode looks at calls, so that none may go through compiled code or kernels unseen.
+
+    Modes that ignore what happens inside compiled code don't count: that of selective activation
+    checkpointing, and verification's, which looks at memory alone and judges what runs without it.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        mode.is_infra_mode() or not mode.ignore_compile_internals()
+        for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 class UntracedMode(TorchDispatchMode):

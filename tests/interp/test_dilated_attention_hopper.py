@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from bakeoff import hardware
-from bakeoff.ops.dilated_attention import OP, hopper
+from bakeoff.attention_backends.rows import BACKENDS
+from bakeoff.ops.dilated_attention import OP, branches, hopper
+from bakeoff.ops.dilated_attention.mixed import hopper_cudnn
 from bakeoff.ops.dilated_attention.op import hopper_supports
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 from tests.interp.gluon_emulated import Deadlock, EmulatedKernel
@@ -71,6 +73,25 @@ def test_matches_the_reference(case: Any, dtype: torch.dtype, launches: Launches
     compare(drawn(B, T, H, kv, D, dtype), (segments, rates, causal), variant)
     assert len(launches.said) == len(rates.split(","))
     assert {said["WORKERS"] for said in launches.said} == {workers}
+
+
+@pytest.mark.parametrize("kv", [1, 2])
+def test_backward_by_another_s_calls(kv: int, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With matrix products in place of cuDNN, and no compiled code around them."""
+    monkeypatch.setitem(BACKENDS, "cudnn", BACKENDS["math"])
+    for name, plain in (("_collected", "_collect"), ("_added", "_add")):
+        monkeypatch.setattr(branches, name, getattr(branches, plain))
+    inputs = [x.requires_grad_() for x in drawn(2, 200, 2, kv, 16, torch.float16)]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    args = ("100,200", "1,4", True)
+    y, lse = hopper_cudnn(*inputs, *args, "mod", "exact", None, None, True)
+    assert not lse.requires_grad
+    want = reference(*wide, *args)
+    dy = torch.randn_like(want).half()
+    got, exact = torch.autograd.grad(y, inputs, dy), torch.autograd.grad(want, wide, dy.double())
+    for mine, right in zip((y, *got), (want, *exact), strict=True):
+        assert (mine.double() - right).norm() < 2**-8 * right.norm()
+    assert len(launches.said) == 2
 
 
 def test_inputs_that_lie_anyhow(launches: Launches) -> None:

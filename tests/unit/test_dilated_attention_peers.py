@@ -160,7 +160,7 @@ def test_kernels_that_add_up_in_any_order_say_so() -> None:
 
 
 def test_what_runs_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("fused_supports", "hopper_supports"):
+    for name in ("fused_supports", "hopper_supports", "mixed_supports"):
         monkeypatch.setattr(op, name, lambda case: None)
     monkeypatch.setattr(op.hardware, "without_triton", lambda device: False)
     monkeypatch.setattr(op.branches, "supports", lambda case, name: None)
@@ -169,10 +169,15 @@ def test_what_runs_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) 
     chosen = [
         op.heuristic(case, regime) for case in (short, long) for regime in ("eager", "graph", "compiled")
     ]
-    assert chosen == ["fused", "cudnn", "fused", "cudnn", "cudnn", "fused"]
+    mixed = "hopper_cudnn"
+    assert chosen == ["fused", mixed, "fused", mixed, mixed, "fused"]
     forward = short.replace(
         **{name: msgspec.structs.replace(short.args[name], requires_grad=False) for name in "qkv"}
     )
     assert [op.heuristic(forward, regime) for regime in ("eager", "graph", "compiled")] == [
         "hopper", "hopper", "fused",
+    ]  # fmt: skip
+    monkeypatch.setattr(op, "mixed_supports", lambda case: "no such GPU")
+    assert [op.heuristic(long, regime) for regime in ("eager", "graph", "compiled")] == [
+        "cudnn", "cudnn", "fused",
     ]  # fmt: skip

@@ -1,11 +1,14 @@
 """The compiled candidate: code per shape, then shared code, then none."""
 
+import contextlib
 import random
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from bakeoff.select.contests.poison import Poison
 from bakeoff.select.declare import compiled as module
 from bakeoff.select.declare.compiled import compiled, compiler_missing, unlinkable
 from tests.unit import zoo
@@ -42,6 +45,30 @@ def test_beyond_the_recompile_limit_the_formula_runs(caplog: pytest.LogCaptureFi
                 torch.testing.assert_close(call(x, 2.0), torch.tanh(x) * 2)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "bakeoff"]
     assert "formula: torch.compile reached torch._dynamo.config.recompile_limit" in line
+
+
+@pytest.mark.usefixtures("_no_code_generator")
+def test_what_is_first_met_under_a_dispatch_mode_is_compiled_nevertheless() -> None:
+    """PyTorch 2.11 never compiles what it has once met under a mode; 2.13 raises there. Verification's mode
+    lets it compile; where any other looks on, nothing is compiled."""
+    uncompiled = []
+
+    def watching(x: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            uncompiled.append(x)
+        return torch.tanh(x) * 2
+
+    call, x = compiled(watching), torch.randn(4, 6, requires_grad=True)
+    for mode, times in ((FlopCounterMode(display=False), 1), (Poison(), 0), (contextlib.nullcontext(), 0)):
+        with mode:
+            call(x).sum().backward()
+        assert len(uncompiled) == times
+        uncompiled.clear()
+    other = compiled(watching)
+    with Poison():
+        other(x)
+    other(x)
+    assert not uncompiled
 
 
 @pytest.mark.usefixtures("_no_code_generator")

@@ -32,6 +32,7 @@ __all__ = [
     "flash_attn_4",
     "flex",
     "flex_supports",
+    "gradients",
     "supports",
 ]
 
@@ -110,6 +111,27 @@ def _rows(pattern: Pattern, x: Tensor) -> list[Tensor]:
     ]
 
 
+def gradients(
+    name: str, pattern: Pattern, causal: bool, scale: float, q: Tensor, k: Tensor, v: Tensor, y: Tensor,
+    lse: Tensor, outs: list[Tensor], dy: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv by the back end `name`, one call a branch, from y and the lse of all branches: exact ones
+    need no more of the forward. Detached ones need what each branch gave, `outs`."""
+    run, (B, T, H, _) = BACKENDS[name].backward, q.shape
+    outs = outs or _rows(pattern, y)
+    levels = [x.contiguous() for x in _rows(pattern, lse.mT)]
+    found = [
+        run(grad, *rows, out, level, causal, scale)
+        for grad, rows, out, level in zip(
+            _rows(pattern, dy), _all_rows(pattern, q, k, v), outs, levels, strict=True
+        )
+    ]
+    dq, dk, dv = (_added(pattern, B, T, *parts) for parts in zip(*found, strict=True))
+    G = H // k.shape[2]
+    dk, dv = (x if G == 1 else x.unflatten(2, (-1, G)).sum(3) for x in (dk, dv))
+    return dq, dk, dv
+
+
 class _Even(torch.autograd.Function):
     """Branches that are one call each."""
 
@@ -132,19 +154,8 @@ class _Even(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dlse: Any) -> Any:
         del dlse
         (name, pattern, causal, scale), (q, k, v, y, lse, *outs) = ctx.fixed, ctx.saved_tensors
-        run, (B, T, H, _) = BACKENDS[name].backward, q.shape
-        outs = outs or _rows(pattern, y)
-        levels = [x.contiguous() for x in _rows(pattern, lse.mT)]
-        found = [
-            run(grad, *rows, out, level, causal, scale)
-            for grad, rows, out, level in zip(
-                _rows(pattern, dy), _all_rows(pattern, q, k, v), outs, levels, strict=True
-            )
-        ]
-        dq, dk, dv = (_added(pattern, B, T, *parts) for parts in zip(*found, strict=True))
-        G = H // k.shape[2]
-        dk, dv = (x if G == 1 else x.unflatten(2, (-1, G)).sum(3) for x in (dk, dv))
-        return *[None] * 5, dq, dk, dv
+        found = gradients(name, pattern, causal, scale, q, k, v, y, lse, outs, dy)
+        return *[None] * 5, *found
 
 
 def _all_rows(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

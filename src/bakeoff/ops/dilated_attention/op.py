@@ -270,11 +270,21 @@ def hopper_supports(case: Case) -> str | None:
     return None
 
 
+def mixed_supports(case: Case) -> str | None:
+    """Why those kernels' forward and cuDNN's backward can't take `case`, or None."""
+    if not case.needs_grad:
+        return "is the candidate hopper where no gradient is needed"
+    if case.combine_grad != "exact":
+        return "has exact gradients alone"
+    return hopper_supports(case) or branches.supports(case, "cudnn")
+
+
 def heuristic(case: Case, regime: str) -> str:
     """Of many keys, forward alone, the kernels for Hopper: at 131,072 tokens they take 0.7 to 0.8 of cuDNN's
-    time on an H100, and at 8,192 a sixth of what cuDNN's calls take the host. With gradients cuDNN where
-    every branch is one call and the host doesn't count, as rows are long or calls captured: 0.6 to 0.9 of the
-    fused kernels' time on an H200. These elsewhere: uneven lengths, documents, few keys, inside
+    time on an H100, and at 8,192 a sixth of what cuDNN's calls take the host. With gradients cuDNN's backward
+    where every branch is one call and the host doesn't count, as rows are long or calls captured: behind
+    Hopper's forward 0.67 to 0.9 of the fused kernels' time on an H100, 0.89 to 0.92 of what cuDNN takes for
+    both. The fused kernels elsewhere: uneven lengths, documents, few keys, inside
     torch.compile, where code around the branches isn't compiled once more. Where Triton can't compile, CUDA
     C++. Plain PyTorch where no branch is dense: there verification on an H200 rejected the fused kernels
     once."""
@@ -291,8 +301,9 @@ def heuristic(case: Case, regime: str) -> str:
         return "fused"
     if not case.needs_grad and hopper_supports(case) is None:
         return "hopper"
-    long = T >= 32768 or regime == "graph"
-    return "cudnn" if long and branches.even(pattern, T) and not branches.supports(case, "cudnn") else "fused"
+    if (T < 32768 and regime != "graph") or not branches.even(pattern, T) or branches.supports(case, "cudnn"):
+        return "fused"
+    return "cudnn" if mixed_supports(case) else "hopper_cudnn"
 
 
 def _fused() -> Implementation:
@@ -305,6 +316,12 @@ def _hopper() -> Implementation:
     from bakeoff.ops.dilated_attention.hopper import hopper
 
     return hopper
+
+
+def _mixed() -> Implementation:
+    from bakeoff.ops.dilated_attention.mixed import hopper_cudnn
+
+    return hopper_cudnn
 
 
 def _cuda() -> Implementation:
@@ -366,6 +383,14 @@ OP = Op(
         ),
         kernel_candidate("fused", _fused, fused_supports),
         kernel_candidate("hopper", _hopper, hopper_supports),
+        Candidate(
+            "hopper_cudnn",
+            load=_mixed,
+            supports=mixed_supports,
+            requires=("triton",),
+            launches=launches,
+            deterministic=False,
+        ),
         Candidate("cuda", load=_cuda, supports=cuda_supports, launches=launches),
     ),
     check=check,

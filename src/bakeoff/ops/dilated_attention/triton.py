@@ -204,7 +204,7 @@ class Fused:
     def bind(self, text: str) -> "Fused":
         """The candidate with the variant that `text` names."""
         if text not in self._bound:
-            self._bound[text] = Fused(self.attend.bind(text))
+            self._bound[text] = type(self)(self.attend.bind(text))
         return self._bound[text]
 
 

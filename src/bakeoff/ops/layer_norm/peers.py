@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bakeoff.alignment import aligned
 from bakeoff.derivatives import once_differentiable
 from bakeoff.select import Case
 
@@ -40,7 +41,7 @@ def liger_supports(case: Case) -> str | None:
 def quack(x: Any, weight: Any, bias: Any, eps: float, residual: Any) -> Any:
     """quack-kernels (CuTe DSL), whose forward and backward for layer_norm are functions apart."""
     s = x if residual is None else x + residual
-    y = _Quack.apply(s.reshape(-1, s.shape[-1]), weight, bias, eps)  # type: ignore[no-untyped-call]
+    y = _Quack.apply(aligned(s.reshape(-1, s.shape[-1])), aligned(weight), aligned(bias), eps)  # type: ignore[no-untyped-call]
     y = y.view(s.shape)
     return y if residual is None else (y, s)
 
@@ -61,7 +62,7 @@ class _Quack(torch.autograd.Function):
         from quack.rmsnorm import layernorm_bwd
 
         s, weight, scaling, mean = ctx.saved_tensors
-        return *layernorm_bwd(s, weight, dy.contiguous(), scaling, mean, has_bias=ctx.has_bias), None
+        return *layernorm_bwd(s, weight, aligned(dy.contiguous()), scaling, mean, has_bias=ctx.has_bias), None
 
 
 def quack_supports(case: Case) -> str | None:

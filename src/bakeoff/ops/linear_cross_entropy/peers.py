@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bakeoff.alignment import aligned
 from bakeoff.select import Case
 
 __all__ = [
@@ -78,10 +79,10 @@ def quack(
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     del bias, label_smoothing, z_loss, softcap
+    x, weight, target = aligned(x.flatten(0, -2)), aligned(weight), aligned(target.flatten())
     loss = chunked_linear_cross_entropy(
-        x.flatten(0, -2), weight, target.flatten(), chunk_size=_QUACK_CHUNK, ignore_index=ignore_index,
-        reduction="sum",
-    )  # fmt: skip
+        x, weight, target, chunk_size=_QUACK_CHUNK, ignore_index=ignore_index, reduction="sum"
+    )
     return _reduced(loss, target, ignore_index, reduction)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from bakeoff.alignment import aligned, aligned_gradient
 from bakeoff.select import Case
 
 __all__ = ["fla", "fla_supports", "liger", "liger_supports", "quack", "quack_supports"]
@@ -37,9 +38,11 @@ def quack(x: Any, weight: Any, eps: float, residual: Any, offset: float) -> Any:
     """quack-kernels (CuTe DSL)."""
     from quack.rmsnorm import rmsnorm
 
-    return rmsnorm(
+    x, weight, residual = map(aligned, (x, weight, residual))
+    given = rmsnorm(
         x, weight, residual=residual, eps=eps, prenorm=residual is not None, weight_offset=float(offset)
     )
+    return aligned_gradient(given) if residual is None else tuple(map(aligned_gradient, given))
 
 
 def quack_supports(case: Case) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bakeoff.alignment import aligned, aligned_gradient
 from bakeoff.derivatives import once_differentiable
 
 __all__ = ["fla", "liger", "quack"]
@@ -58,7 +59,9 @@ def quack(
     """QuACK (CuTe DSL): one launch for q, one for k."""
     from quack.rotary import apply_rotary_emb
 
-    return apply_rotary_emb(q, cos, sin, interleaved), apply_rotary_emb(k, cos, sin, interleaved)
+    q, k, cos, sin = map(aligned, (q, k, cos, sin))
+    turned, turned_k = (aligned_gradient(apply_rotary_emb(x, cos, sin, interleaved)) for x in (q, k))
+    return turned, turned_k
 
 
 def fla(

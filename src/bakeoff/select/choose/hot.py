@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from bakeoff.modes import watched
 from bakeoff.select.declare.lists import TensorList
 from bakeoff.select.declare.op import Op
 
@@ -85,17 +85,7 @@ def transformed() -> bool:
         forward_ad._current_level >= 0
         or _in_func()
         or torch._C._get_tracing_state() is not None
-        or (torch._C._len_torch_dispatch_stack() > 0 and _watched())
-    )
-
-
-def _watched() -> bool:
-    """Whether a dispatch mode looks at calls. Modes that ignore what happens inside compiled code, as that of
-    selective activation checkpointing does, don't count; nor does verification's, which looks at memory alone
-    and judges what runs without it."""
-    return any(
-        mode.is_infra_mode() or not (mode.ignore_compile_internals() or getattr(mode, "memory_alone", False))
-        for mode in _get_current_dispatch_mode_stack()
+        or (torch._C._len_torch_dispatch_stack() > 0 and watched())
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bakeoff import hardware
+from bakeoff.modes import watched
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case, TensorMeta
 from bakeoff.select.declare.installed import missing
@@ -31,13 +32,16 @@ def compiled(formula: Callable[..., Any], options: Mapping[str, Any] | None = No
 
     The first `_STATIC` shapes of each set of dtypes, flags and feature sizes are compiled for themselves,
     which is the fastest torch.compile does; later ones share code with dynamic shapes, so that changing
-    lengths don't compile forever. Where torch.compile refuses to compile once more, `formula` runs as it is.
+    lengths don't compile forever. Where torch.compile refuses to compile once more, `formula` runs as it is;
+    so it does while a dispatch mode looks at calls.
     """
     backend = functools.partial(_inductor, patches=dict(options)) if options else _inductor
     units: dict[tuple[Any, ...], Callable[..., Any]] = {}
     shapes: dict[tuple[Any, ...], set[Any]] = {}
 
     def call(*args: Any) -> Any:
+        if watched():  # torch.compile runs what it first meets there uncompiled forever
+            return formula(*args)
         recorded = torch.is_grad_enabled()
         family = tuple(
             (a.shape[-1:], a.dim(), a.dtype, a.device, a.requires_grad and recorded)
@@ -101,8 +105,9 @@ def _twin(formula: Callable[..., Any]) -> Callable[..., Any]:
     """`formula` with a code object and name of its own: torch.compile counts recompilations per code object
     and gives up after a few, and remembers per name which sizes have varied."""
     code = formula.__code__.replace(co_name=f"{formula.__name__}_{next(_serial)}")
-    defaults = formula.__defaults__
-    return types.FunctionType(code, formula.__globals__, formula.__name__, defaults)
+    return types.FunctionType(
+        code, formula.__globals__, formula.__name__, formula.__defaults__, formula.__closure__
+    )
 
 
 def compiler_missing(case: Case) -> str | None:
