@@ -188,8 +188,8 @@ def test_graph_capture(impl):
 
 @pytest.mark.parametrize("impl", ["flash", "cudnn", "hopper_cudnn"])
 def test_what_a_contest_verified_is_compiled_when_it_is_timed(impl):
-    """Code that is first met under verification's mode; were it left uncompiled, as PyTorch 2.11 did for good,
-    it would copy indices from the host, which can't be captured."""
+    """Code that is first met under verification's mode. Left uncompiled, as PyTorch 2.11 did for good, it would
+    copy indices from the host, which can't be captured."""
     if "hopper" in impl:
         only_on_hopper()
     case = next(case for case in OP.cases() if case.name == "4x2048x8x64 causal")
