@@ -1,5 +1,7 @@
 """dilated_attention on a CUDA device: the op's grid, every back end, odd head widths, graph capture."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -188,12 +190,12 @@ def test_graph_capture(impl):
 
 @pytest.mark.parametrize("impl", ["flash", "cudnn", "hopper_cudnn"])
 def test_what_a_contest_verified_is_compiled_when_it_is_timed(impl):
-    """Code that is first met under verification's mode. Left uncompiled, as PyTorch 2.11 did for good, it would
-    copy indices from the host, which can't be captured."""
+    """PyTorch 2.11 never compiles what it has first met under most modes, verification's kind; uncompiled, it
+    would copy indices from the host, which can't be captured."""
     if "hopper" in impl:
         only_on_hopper()
     case = next(case for case in OP.cases() if case.name == "4x2048x8x64 causal")
-    verify(OP, OP.candidate(impl), yardsticks(OP, case)[:1])
+    verify(OP, OP.candidate(impl), itertools.islice(yardsticks(OP, case), 1))
     inputs = [torch.randn(case.q.shape, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         y = OP.candidate(impl).implementation(*inputs, *list(case.args.values())[3:])
@@ -245,8 +247,9 @@ def test_inside_torch_compile(impl):
     want = model(*inputs)
     got = torch.compile(model, fullgraph=True)(*inputs)
     torch.testing.assert_close(got, want)
+    near = {"rtol": 2**-6, "atol": 2**-7} if impl == "hopper_cudnn" else {}  # there not by cuDNN
     for a, b in zip(*(torch.autograd.grad(y.sum(), inputs) for y in (got, want)), strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, **near)
 
 
 @pytest.mark.parametrize("impl", ["eager", "flash"])

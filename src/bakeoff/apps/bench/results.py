@@ -66,6 +66,10 @@ def require_chosen(text: str, names: Iterable[str]) -> None:
         raise ResultsError(f"--filter {text!r} chooses nothing; there are {', '.join(known)}")
 
 
+_SAME = ("device", "sms", "driver", "torch", "triton", "cuda")
+"""The fields of `Env` that must be equal for rows to stand in one file."""
+
+
 class Env(msgspec.Struct, frozen=True):
     """The machine and the software of a run. `memory` is in bytes, `copy_gbps` counts bytes read plus
     written."""
@@ -85,10 +89,13 @@ class Env(msgspec.Struct, frozen=True):
     packages: dict[str, str] = {}
     """Versions of the peers that are installed."""
 
-    @property
-    def comparable(self) -> tuple[Any, ...]:
-        """What must be equal for rows to stand in one file."""
-        return self.device, self.sms, self.driver, self.torch, self.triton, self.cuda, self.packages
+    def unlike(self, today: "Env") -> str:
+        """What keeps rows of today out of a file of this machine, in words: another device, driver or
+        version. Empty where nothing does; a peer that only one of the two has is no hindrance."""
+        pairs = [(name, getattr(self, name), getattr(today, name)) for name in _SAME]
+        both = self.packages.keys() & today.packages.keys()
+        pairs += [(name, self.packages[name], today.packages[name]) for name in sorted(both)]
+        return ", ".join(f"{name} {then}, now {now}" for name, then, now in pairs if then != now)
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -247,14 +254,11 @@ def open_file(path: Path, env: Env) -> File:
     if not path.exists():
         return File(env, [])
     held = read(path)
-    if held.env.comparable != env.comparable:
+    if unlike := held.env.unlike(env):
         raise ResultsError(
-            f"{path} was measured on {held.env.device} with torch {held.env.torch} and triton "
-            f"{held.env.triton}, this is "
-            f"{env.device}, torch {env.torch}, triton {env.triton} (or the driver or the peers' versions "
-            f"differ): "
-            "give another --out, or move that file away"
+            f"{path} was measured elsewhere ({unlike}): give another --out, or move that file away"
         )
+    env = msgspec.structs.replace(env, packages=held.env.packages | env.packages)
     return File(env, held.rows, summary=held.summary)
 
 

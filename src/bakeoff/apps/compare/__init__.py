@@ -159,11 +159,8 @@ def _opened(
             scored_bytes=min(config.train.eval_rows, fit) * config.seq_len,
             held_bytes=data.held if data.held == len(held_out) else 0,
         )
-    if document.env.comparable != env.comparable:
-        raise CompareError(
-            f"{out} was measured on {document.env.device} with torch {document.env.torch} and triton "
-            f"{document.env.triton}, this is another machine or has other versions: give another --out"
-        )
+    if unlike := document.env.unlike(env):
+        raise CompareError(f"{out} was measured elsewhere ({unlike}): give another --out")
     for side in SIDES:
         if changed := _changes(models[side].config, document.model(side).config):
             raise CompareError(

@@ -138,11 +138,8 @@ def _opened(plan: Plan, out: Path, device: torch.device) -> tuple[Plan, Record]:
     plan = msgspec.structs.replace(plan, digest=corpus.digest())
     env = results.environment(str(device))
     before = read_record(out)
-    if before is not None and before.env.comparable != env.comparable:
-        raise CompareError(
-            f"{out} was measured on {before.env.device} with torch {before.env.torch} and triton "
-            f"{before.env.triton}, this is another machine or has other versions: give another --out"
-        )
+    if before is not None and (unlike := before.env.unlike(env)):
+        raise CompareError(f"{out} was measured elsewhere ({unlike}): give another --out")
     if before is not None and before.data_digest != plan.digest:
         raise CompareError(
             f"{out} holds runs on other bytes of {corpus.name}: restore them, or give another --out"
