@@ -403,6 +403,13 @@ def test_folder_names(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -
     assert results.slug("cpu") == "cpu"
 
 
+def test_one_direction(worker: type[FakeWorker], rms_norm: Op, tmp_path: Path) -> None:
+    out = tmp_path / "all.json"
+    for direction, measured in (("both", {"both"}), ("forward", {"forward", "both"})):
+        contests.run_ops([rms_norm], "cpu", out, regimes=["eager"], direction=direction, text=ONE)
+        assert {row["direction"] for row in results.read(out).rows} == measured
+
+
 def test_other_suites_leave_step_rows_alone(worker: type[FakeWorker], rms_norm: Op, tmp_path: Path) -> None:
     out = tmp_path / "all.json"
     results.write(out, File(results.environment("cpu"), [STEP]))

@@ -192,6 +192,8 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
             ["bench", "--device", "cpu", "--suite", "selection", "--regimes", "eager"],
             "belongs to --suite ops",
         ),
+        (["bench", "--suite", "selection", "--direction", "both"], "--direction belongs to --suite ops"),
+        (["bench", "adamw_", "--device", "cpu", "--direction", "both"], "no case has a backward"),
         (["bench", "rms_norm", "--suite", "step"], "leave OP, --regimes and --jobs out"),
         (["generate", "absent"], "holds no checkpoint"),
         (["table", "export", "copy.json", "--device", "cpu"], "bakeoff tune RECIPE first"),

@@ -26,6 +26,7 @@ def run_ops(
     out: Path,
     *,
     regimes: Sequence[str] | None = None,
+    direction: str | None = None,
     text: str = "",
     budget_s: float = 2.0,
     resume: bool = False,
@@ -35,7 +36,8 @@ def run_ops(
     hear: Hear = lambda cell, verdicts, reason: None,
     announce: Callable[[str], None] = lambda stage: None,
 ) -> File:
-    """Hold a contest for every cell whose name or shapes contain `text`, and write each to `out` at once.
+    """Hold a contest for every cell whose name or shapes contain `text`, of one `direction` or of each, and
+    write it to `out` at once.
 
     Rows of the same cells in `out` are replaced, those of other cells stay; all must come from the same
     machine and versions. With `resume`, cells that `out` has with today's sources are left out.
@@ -52,7 +54,7 @@ def run_ops(
     open_ = [
         (cell, each)
         for op in ops
-        for cell in cells(op, device, text)
+        for cell in cells(op, device, text, direction)
         for each in [tuple(regimes or regimes_of(cell.case))]
         if not (resume and known(file, cell, each))
     ]

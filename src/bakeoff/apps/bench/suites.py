@@ -24,16 +24,17 @@ class Cell(msgspec.Struct, frozen=True):
     direction: str
 
 
-def cells(op: Op, device: str, text: str = "") -> Iterator[Cell]:
-    """The op's grid on `device`, forward before both, where `text` is part of the op's and case's name or
-    of its shapes."""
+def cells(op: Op, device: str, text: str = "", direction: str | None = None) -> Iterator[Cell]:
+    """The op's grid on `device`, forward before both unless one `direction` is asked for, where `text` is
+    part of the op's and case's name or of its shapes."""
     if device.startswith("cuda"):
         grid = [Case(c.args, device, c.name) for c in op.cases() if _matches(op, c, c, text)]
     else:
         grid = cpu_cases(op, text)
     for case in grid:
-        yield Cell(exact(op), case.without_grad(), "forward")
-        if case.needs_grad:
+        if direction != "both":
+            yield Cell(exact(op), case.without_grad(), "forward")
+        if case.needs_grad and direction != "forward":
             yield Cell(exact(op), case, "both")
 
 

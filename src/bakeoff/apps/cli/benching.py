@@ -55,6 +55,7 @@ def run(
     names: Sequence[str],
     suite: str,
     regimes: str | None,
+    direction: str | None,
     device: str,
     out: Path | None,
     text: str,
@@ -71,6 +72,8 @@ def run(
     device = str(current_device(device))
     if suite != "ops" and (thorough or variants):
         raise ResultsError("--thorough and --variants belong to --suite ops: leave them out")
+    if suite != "ops" and direction is not None:
+        raise ResultsError("--direction belongs to --suite ops: leave it out")
     if data is not None and suite != "text":
         raise ResultsError("--data belongs to --suite text: leave it out")
     if seeds != 3 and suite not in ("recall", "text"):
@@ -100,8 +103,10 @@ def run(
     chosen_regimes = _regimes(regimes, device)
     if suite == "selection" and chosen_regimes:
         raise ResultsError("--regimes belongs to --suite ops: leave it out")
-    count = sum(1 for op in ops for _ in cells(op, device, text))
+    count = sum(1 for op in ops for _ in cells(op, device, text, direction))
     if not count:
+        if any(True for op in ops for _ in cells(op, device, text)):
+            raise ResultsError("no case has a backward: leave --direction out")
         known = ", ".join(sorted({cell.case.name for op in ops for cell in cells(op, device)}))
         raise ResultsError(f"no case's name or shapes contain {text!r}; the cases are {known}")
     out = out or Path("results", results.slug(device), f"{suite}.json")
@@ -116,6 +121,7 @@ def run(
                 device,
                 out,
                 regimes=chosen_regimes,
+                direction=direction,
                 text=text,
                 budget_s=budget,
                 resume=resume,

@@ -44,6 +44,11 @@ __all__ = ["bench", "compare"]
 @click.option(
     "--regimes", help="Comma-separated: eager,graph,compiled. [default: all the device has but compiled]"
 )
+@click.option(
+    "--direction",
+    type=click.Choice(["forward", "both"]),
+    help="Only calls alone (forward), or only calls with their backward (both). [default: each of the two]",
+)
 @options.device
 @options.out("Results file. [default: results/GPU/SUITE.json]")
 @click.option(
@@ -107,6 +112,7 @@ def bench(**values: Any) -> None:
       bakeoff bench --suite swap
       torchrun --nproc-per-node 2 -m bakeoff bench --suite context
       bakeoff bench --jobs 8
+      bakeoff bench rms_norm --regimes graph --direction both
       bakeoff bench swiglu --thorough --variants
     """
     from bakeoff.apps.cli.benching import run
