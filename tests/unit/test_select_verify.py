@@ -116,7 +116,7 @@ def test_a_candidate_whose_counter_advances_passes() -> None:
 
 
 def test_right_while_verified_and_wrong_when_timed() -> None:
-    reason = trial(held(zoo.op(zoo.turning_wrong(after=17)), zoo.case()), "turning").rejected
+    reason = trial(held(zoo.op(zoo.turning_wrong(after=18)), zoo.case()), "turning").rejected
     assert str(reason).startswith("after turning had been timed: output is wrong")
 
 
