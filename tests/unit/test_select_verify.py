@@ -120,6 +120,15 @@ def test_right_while_verified_and_wrong_when_timed() -> None:
     assert str(reason).startswith("after turning had been timed: output is wrong")
 
 
+def test_compilers_meet_a_candidate_in_plain_memory() -> None:
+    """What they try out and throw away would be kept as long as memory is poisoned."""
+    modes: list[int] = []
+    looks = zoo.product(lambda *_: modes.append(torch._C._len_torch_dispatch_stack()))
+    verdict = held(zoo.op(Candidate("looks", looks)), zoo.case())
+    assert trial(verdict, "looks").rejected is None
+    assert modes[:2] == [0, 1]
+
+
 def test_an_output_may_share_an_inputs_memory_only_where_plain_pytorch_does() -> None:
     case = Case({"x": TensorMeta.dense((16, 8), torch.float32, grad=True)}, "cpu")
     assert "returns memory of an input" in str(trial(held(zoo.COPY, case), "alias").rejected)
