@@ -40,7 +40,12 @@ def verify(op: Op, candidate: Candidate, sticks: Iterable[Yardstick]) -> tuple[E
             raise Rejected(f"gives {article} {name}, unlike the reference ({stick.where})")
         for name, tensor in got.items():
             worst = worst.larger(judge(name, tensor, stick))
-        if not _repeats(op, candidate, stick, got, plain):
+        alike = _alike(got, plain)
+        if not alike:
+            for name, tensor in plain.items():
+                judge(name, tensor, stick)
+        del plain  # they may be large
+        if not (_alike_otherwise(op, candidate, stick, got) and alike):
             if candidate.deterministic:
                 raise Rejected(
                     "differs from run to run although declared deterministic: a race; or it adds up in any "
@@ -73,32 +78,21 @@ def _poisoned(op: Op, candidate: Candidate, stick: Yardstick) -> dict[str, torch
     return got | copies.new_values()
 
 
-def _repeats(
-    op: Op,
-    candidate: Candidate,
-    stick: Yardstick,
-    got: dict[str, torch.Tensor],
-    plain: dict[str, torch.Tensor],
-) -> bool:
-    """Whether the same bits come out in memory that isn't poisoned, and once more, under the circumstances
-    that the draw asks for. Other bits are judged as well. Under other circumstances another path may give
-    them: two more runs tell that from a race."""
-    alike = _alike(got, plain)
-    if not alike:
-        for name, tensor in plain.items():
-            judge(name, tensor, stick)
+def _alike_otherwise(op: Op, candidate: Candidate, stick: Yardstick, got: dict[str, torch.Tensor]) -> bool:
+    """Run once more, under the circumstances that the draw asks for, if any; whether the same bits come out.
+
+    Another path may give other bits, which are judged. Two plain runs then tell a race from a path.
+    """
     mode = stick.again if stick.again != "late" or tensors_in(stick.args)[0].is_cuda else ""
-    if not mode:
-        return alike
-    again = _again(op, candidate, stick, mode)
+    again = _again(op, candidate, stick, mode) if mode else {}
     if _alike(got, again):
-        return alike
+        return True
     try:
         for name, tensor in again.items():
             judge(name, tensor, stick)
     except Rejected as error:
         raise Rejected(f"{_MODES[mode]}, {error}") from None
-    return alike and all(_alike(got, _again(op, candidate, stick, "")) for _ in range(2))
+    return all(_alike(got, _again(op, candidate, stick, "")) for _ in range(2))
 
 
 def _alike(got: dict[str, torch.Tensor], again: dict[str, torch.Tensor]) -> bool:
