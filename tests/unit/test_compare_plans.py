@@ -291,6 +291,29 @@ def test_a_plan_is_made_kept_and_taken_up_run_by_run(folder: Path, tmp_path: Pat
     assert "equal 2 steps, rows of 32 bytes" in text
 
 
+def test_a_run_that_ended_before_it_was_kept_keeps_its_speed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the process is killed while the run is scored."""
+    plan, out = plan_of(small("llm-med-tiny", folder=folder), seeds=1), tmp_path / "out"
+    module = sys.modules[carry_out.__module__]
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "add_run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(plan, out)
+    carry_out(plan, out)
+    (run,) = read_runs(out).values()
+    (metrics,) = out.glob("runs/*/metrics.jsonl")
+    assert metrics.read_text().count('"start"') == 1  # it isn't trained again
+    assert run.steps == 2
+    assert run.seconds > 0
+    assert run.bytes_per_s > 0
+
+
 def test_curves_are_means_over_the_seeds_of_the_rate_that_was_chosen(folder: Path) -> None:
     plan = plan_of(small("llm-med-tiny", folder=folder, rates=(1e-3, 3e-3)), seeds=2)
     _, done = carried(plan, lambda run: (run.rate, 1.0))  # the lower rate is the better one
