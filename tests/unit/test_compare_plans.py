@@ -128,6 +128,7 @@ def test_rows_are_as_long_for_models_of_any_length() -> None:
         (["llm-med-tiny optim.lr=0"], [], "must be above 0"),
         (["llm-med-tiny nonsense=1"], [], r"unknown key 'model\.nonsense'"),
         (["llm-mad"], [], "did you mean"),
+        (['llm-med-tiny "d_ff=8'], [], "no closing quotation: close it"),
     ],
 )
 def test_models_that_are_refused(models: list[str], overrides: list[str], fix: str) -> None:
