@@ -203,6 +203,33 @@ def test_other_losses_stay() -> None:
     assert "its forward does something to logits that linear_cross_entropy doesn't" in reasons(model, "loss")
 
 
+@needs_loss
+def test_a_loss_that_differs_in_training_alone_stays() -> None:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    class RegularForCausalLM(type(made("llama"))):  # type: ignore[misc]
+        def forward(
+            self, input_ids: Tensor, labels: Any = None, logits_to_keep: int = 0, **kwargs: Any
+        ) -> Any:
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+            more = logits.logsumexp(-1).square().mean() if self.training else 0.0
+            return CausalLMOutputWithPast(loss + more, logits)
+
+    model = RegularForCausalLM(made("llama").config).eval()  # swapped before training begins
+    assert "its forward does something to logits that linear_cross_entropy doesn't" in reasons(model, "loss")
+
+
+@needs_loss
+def test_a_loss_that_is_set_after_the_swap_holds() -> None:
+    model = made("llama")
+    report = swapped(model)
+    model.loss_function = lambda logits, labels, **_: logits.mean()
+    out = model(input_ids=tokens(), labels=tokens())
+    assert torch.equal(out.loss, out.logits.mean())
+    assert report.calls()["loss"] == 0
+
+
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("eps", [None, 1e-3])
 def test_rms_norm_of_torch(affine: bool, eps: float | None) -> None:
