@@ -26,7 +26,7 @@ from bakeoff.apps.train import (
     setup,
     train,
 )
-from bakeoff.apps.train.checkpoint import latest
+from bakeoff.apps.train.checkpoint import CheckpointError, latest
 from bakeoff.apps.train.config import Config, ConfigError, Data, Metrics, Optim, Select, Train
 from bakeoff.apps.train.data import ByteCorpus
 from bakeoff.apps.train.lock import FolderGone, FolderInUse, RunLock
@@ -483,6 +483,14 @@ def test_other_held_out_bytes_are_named_on_resume(base: Config, tmp_path: Path, 
     said = "".join(warned)
     for change in ("data.validation=0.2, was 0.0", "data.whole_files=True, was False"):
         assert change in said
+
+
+def test_another_optimizer_is_refused_before_anything_is_written(base: Config) -> None:
+    train(changed(base, "train.steps=2"), console=QUIET)
+    kept = {file: file.read_bytes() for file in Path(base.train.run_dir).iterdir() if file.is_file()}
+    with pytest.raises(CheckpointError, match=r"holds another optimizer \(optim.name='muon', was 'adamw'\)"):
+        train(changed(base, "optim.name=muon"), console=QUIET)
+    assert {file: file.read_bytes() for file in Path(base.train.run_dir).iterdir() if file.is_file()} == kept
 
 
 def test_a_disk_without_room_leaves_the_configuration_and_the_table(

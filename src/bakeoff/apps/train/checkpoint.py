@@ -153,7 +153,8 @@ class Checkpoint:
             moments.read_into(self.folder / _MOMENTS, into, world)
         except (OSError, KeyError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
             raise CheckpointError(
-                f"{self.folder / _MOMENTS} does not fit this model: {error}. Resume with its config.toml"
+                f"{self.folder / _MOMENTS} does not fit this model: {error}. Resume with the settings of "
+                f"{self.folder / 'config.toml'}"
             ) from error
 
 

@@ -24,6 +24,8 @@ _CURVE = {
     "optim": Optim.__struct_fields__,
     "train": ("steps", "batch_size", "seq_len", "accumulate", "seed", "precision", "compile", "fp8"),
 }
+# Of [optim], what decides which state the optimizer has.
+_OPTIMIZER = ("name", "muon")
 
 
 def open_run(config: Config, lock: RunLock, world: World = ALONE) -> tuple[Path, Checkpoint | None]:
@@ -122,16 +124,20 @@ def _fresh(recipe: str) -> Path:
 
 
 def _compare(config: Config, start: Checkpoint) -> None:
-    """Raises CheckpointError if `start` holds another model; warns of settings that change the losses."""
+    """Raises CheckpointError if `start` holds another model or another optimizer's state; warns of settings
+    that change the losses."""
     now, then = to_tree(config), to_tree(start.config)
     shape = [key for key in now["model"] if key not in _CURVE["model"]]
     changed = _changes(now["model"], then["model"], "model", shape)
     if changed and now["model"]["kind"] != then["model"]["kind"]:
         changed = _changes(now["model"], then["model"], "model", ["kind"])  # the rest differs with it
+    other = "model"
+    if not changed:
+        changed, other = _changes(now["optim"], then["optim"], "optim", _OPTIMIZER), "optimizer"
     if changed:
         raise CheckpointError(
-            f"{start.folder} holds another model ({', '.join(changed)}): set these back, or train in another "
-            "train.run_dir"
+            f"{start.folder} holds another {other} ({', '.join(changed)}): set these back, or train in "
+            "another train.run_dir"
         )
     for section, keys in _CURVE.items():
         changed += _changes(now[section], then[section], section, keys)
