@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 
@@ -243,3 +244,9 @@ def test_a_character_begun_by_the_prompt_is_shown_whole(monkeypatch: pytest.Monk
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("5 €".encode()[:-2])))
     generating.stream(generating.Path("run"), "-", 3, "cpu")
     assert capsys.readouterr().out == "5 €!\n"
+
+
+def test_a_closed_standard_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(click.UsageError, match="--prompt -: standard input is closed"):
+        generating.stream(generating.Path("run"), "-", 3, "cpu")

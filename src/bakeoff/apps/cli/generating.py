@@ -25,6 +25,8 @@ _AT_ONCE = 32  # bytes that are read from a CUDA device together: each reading w
 def stream(run: Path, prompt: str, max_new: int, device: str, **sampling: Any) -> None:
     """Print `prompt`, or with "-" what standard input holds, and what the run's model makes of it, byte by
     byte; broken UTF-8 becomes U+FFFD."""
+    if prompt == "-" and sys.stdin is None:
+        raise click.UsageError("--prompt -: standard input is closed; give the text itself, or < FILE")
     given = sys.stdin.buffer.read() if prompt == "-" else _bytes(prompt)
     model, _ = load_run(run)
     model.to(current_device(device))
