@@ -122,6 +122,25 @@ def test_a_forward_wrapped_after_the_swap_is_not_undone() -> None:
     report.undo()
 
 
+def test_what_accelerate_wrapped_and_unwrapped_is_undone() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # which one process has one of
+    model = made("llama")
+    report, accelerator = swapped(model), Accelerator(cpu=True, mixed_precision="bf16")
+    wrapped = accelerator.prepare(model)
+    wrapped(input_ids=tokens(), labels=tokens()).loss.backward()
+    with pytest.raises(SwapError, match=r"accelerator\.unwrap_model\(model, keep_fp32_wrapper=False\)"):
+        report.undo()
+    before = report.calls()["norms"]
+    assert accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)(input_ids=tokens()).logits is not None
+    assert report.calls()["norms"] == 2 * before
+    AcceleratorState._reset_state(reset_partial_state=True)
+    report.undo()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_quantised_weights() -> None:
     class Int8Norm(nn.RMSNorm):
         def __init__(self) -> None:
