@@ -5,7 +5,7 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["contents", "expanded"]
+__all__ = ["contents", "expanded", "write_whole"]
 
 
 def expanded(path: str | Path) -> Path:
@@ -30,3 +30,20 @@ def contents(path: Path, largest: int) -> bytes:
         if status.st_size > largest:
             raise OSError(errno.EFBIG, f"it is larger than {largest >> 20} MiB", str(path))
         return file.read()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes `data` as the file `path`; readers, and a crash, find it as it was or with all of `data`.
+
+    What a link leads to is replaced, and the link stays. Raises OSError; the file is then as it was.
+    """
+    place = path.resolve()
+    beside = place.with_name(f".{place.name}.{os.getpid()}")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(place)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -128,6 +128,7 @@ def test_rows_are_as_long_for_models_of_any_length() -> None:
         (["llm-med-tiny optim.lr=0"], [], "must be above 0"),
         (["llm-med-tiny nonsense=1"], [], r"unknown key 'model\.nonsense'"),
         (["llm-mad"], [], "did you mean"),
+        (['llm-med-tiny "d_ff=8'], [], "no closing quotation: close it"),
     ],
 )
 def test_models_that_are_refused(models: list[str], overrides: list[str], fix: str) -> None:
@@ -289,6 +290,29 @@ def test_a_plan_is_made_kept_and_taken_up_run_by_run(folder: Path, tmp_path: Pat
     text = markdown(records.read_record(out) or record, "here")
     assert "| gzip -9 |" in text
     assert "equal 2 steps, rows of 32 bytes" in text
+
+
+def test_a_run_that_ended_before_it_was_kept_keeps_its_speed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the process is killed while the run is scored."""
+    plan, out = plan_of(small("llm-med-tiny", folder=folder), seeds=1), tmp_path / "out"
+    module = sys.modules[carry_out.__module__]
+
+    def killed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "add_run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            carry_out(plan, out)
+    carry_out(plan, out)
+    (run,) = read_runs(out).values()
+    (metrics,) = out.glob("runs/*/metrics.jsonl")
+    assert metrics.read_text().count('"start"') == 1  # it isn't trained again
+    assert run.steps == 2
+    assert run.seconds > 0
+    assert run.bytes_per_s > 0
 
 
 def test_curves_are_means_over_the_seeds_of_the_rate_that_was_chosen(folder: Path) -> None:

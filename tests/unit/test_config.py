@@ -138,6 +138,7 @@ def test_printed_toml_reads_back_equal(
         ("model.kind=foo", "model.kind: 'foo' is not a model; there are llm-med, byte-spectral"),
         ("model.d_model=100", "model: d_model=100 must be a multiple of 2*heads=16"),
         ("train.steps=0", "train.steps and train.max_seconds are both 0"),
+        ("train.seq_len=1", "rows of 1 byte are too short: make train.seq_len, or model.max_seq_len"),
         ("train.seq_len=4096", "train.seq_len=4096 is longer than model.max_seq_len=1024"),
         ("train.accumulate=5", "can't be cut into train.accumulate=5 equal parts"),
         ("model.vocab=100", "it needs 256"),

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import lzma
+import os
 import zipfile
 from pathlib import Path
 
@@ -194,6 +195,12 @@ def test_a_single_long_text_is_cut_at_line_ends(tmp_path: Path) -> None:
             archive.writestr(name, name.encode() + text)
     english_corpus(tmp_path / "two", tmp_path / "two.zip")
     assert set(texts(tmp_path / "two")) == {"two/a.txt", "two/b.txt"}
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CorpusError, match=r"pipe is neither a file nor a folder: write its text to a file"):
+        english_corpus(tmp_path / "out", tmp_path / "pipe")
 
 
 def test_what_is_missing_or_torn_says_what_to_fetch(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bakeoff.models import llm_med
 from bakeoff.ops.muon.plain import orthogonalised
-from bakeoff.optim import AdamW, DeepNestedOptimizer, nested_groups
+from bakeoff.optim import AdamW, DeepNestedOptimizer, Muon, nested_groups
 
 QUICK = {"wait": 0, "margin": 0.0}
 
@@ -219,6 +219,18 @@ def test_an_adamws_state_is_taken_up() -> None:
     stepper.load_state_dict(adamw.state_dict())
     assert stepper.param_groups[0]["period"] == 2
     assert stepper.state[mine[0]]["step"] == 1
+
+
+def test_a_state_that_no_controller_looked_at_is_taken_up() -> None:
+    net = model()
+    groups = [{**group, "muon": group["name"] == "core"} for group in nested_groups(net)]
+    for before in (Muon(groups, 1e-2), DeepNestedOptimizer(groups, 1e-2, controller=False)):
+        train(net, before, 2)
+        stepper = DeepNestedOptimizer(groups, 1e-2)
+        stepper.load_state_dict(before.state_dict())
+        train(net, stepper, 2)
+        (matrix, *_) = stepper.param_groups[0]["params"]
+        assert stepper.state[matrix]["direction"].any()
 
 
 def test_a_state_for_other_groups_changes_nothing() -> None:

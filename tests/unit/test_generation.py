@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 
@@ -232,3 +233,20 @@ def test_a_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: A
     shown = "".join(itertools.islice(generating.continuation(model, given, 5, seed=0), 6))
     assert out[7:] == shown + "\n"
     assert len(expected) == 5
+
+
+def test_a_character_begun_by_the_prompt_is_shown_whole(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    class Parrot(torch.nn.Linear):
+        def stream(self, ids: Any, max_new: int, **sampling: Any) -> Any:
+            yield from (torch.tensor([byte]) for byte in "€".encode()[1:] + b"!")
+
+    monkeypatch.setattr(generating, "load_run", lambda run: (Parrot(1, 1), None))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("5 €".encode()[:-2])))
+    generating.stream(generating.Path("run"), "-", 3, "cpu")
+    assert capsys.readouterr().out == "5 €!\n"
+
+
+def test_a_closed_standard_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(click.UsageError, match="--prompt -: standard input is closed"):
+        generating.stream(generating.Path("run"), "-", 3, "cpu")

@@ -122,6 +122,25 @@ def test_a_forward_wrapped_after_the_swap_is_not_undone() -> None:
     report.undo()
 
 
+def test_what_accelerate_wrapped_and_unwrapped_is_undone() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # which one process has one of
+    model = made("llama")
+    report, accelerator = swapped(model), Accelerator(cpu=True, mixed_precision="bf16")
+    wrapped = accelerator.prepare(model)
+    wrapped(input_ids=tokens(), labels=tokens()).loss.backward()
+    with pytest.raises(SwapError, match=r"accelerator\.unwrap_model\(model, keep_fp32_wrapper=False\)"):
+        report.undo()
+    before = report.calls()["norms"]
+    assert accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)(input_ids=tokens()).logits is not None
+    assert report.calls()["norms"] == 2 * before
+    AcceleratorState._reset_state(reset_partial_state=True)
+    report.undo()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_quantised_weights() -> None:
     class Int8Norm(nn.RMSNorm):
         def __init__(self) -> None:
@@ -201,6 +220,33 @@ def test_other_losses_stay() -> None:
     model = made("llama")
     model.__class__ = ScaledForCausalLM
     assert "its forward does something to logits that linear_cross_entropy doesn't" in reasons(model, "loss")
+
+
+@needs_loss
+def test_a_loss_that_differs_in_training_alone_stays() -> None:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    class RegularForCausalLM(type(made("llama"))):  # type: ignore[misc]
+        def forward(
+            self, input_ids: Tensor, labels: Any = None, logits_to_keep: int = 0, **kwargs: Any
+        ) -> Any:
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+            more = logits.logsumexp(-1).square().mean() if self.training else 0.0
+            return CausalLMOutputWithPast(loss + more, logits)
+
+    model = RegularForCausalLM(made("llama").config).eval()  # swapped before training begins
+    assert "its forward does something to logits that linear_cross_entropy doesn't" in reasons(model, "loss")
+
+
+@needs_loss
+def test_a_loss_that_is_set_after_the_swap_holds() -> None:
+    model = made("llama")
+    report = swapped(model)
+    model.loss_function = lambda logits, labels, **_: logits.mean()
+    out = model(input_ids=tokens(), labels=tokens())
+    assert torch.equal(out.loss, out.logits.mean())
+    assert report.calls()["loss"] == 0
 
 
 @pytest.mark.parametrize("affine", [True, False])

@@ -26,7 +26,7 @@ from bakeoff.apps.train import (
     setup,
     train,
 )
-from bakeoff.apps.train.checkpoint import latest
+from bakeoff.apps.train.checkpoint import CheckpointError, latest
 from bakeoff.apps.train.config import Config, ConfigError, Data, Metrics, Optim, Select, Train
 from bakeoff.apps.train.data import ByteCorpus
 from bakeoff.apps.train.lock import FolderGone, FolderInUse, RunLock
@@ -422,6 +422,104 @@ def test_the_best_checkpoint_is_kept_on_wish(base: Config, monkeypatch: pytest.M
     assert load_run(run_dir / "best")[1].train.keep_best
     with pytest.raises(ConfigError, match=r"keep_best=true needs measurements .*set eval_every"):
         changed(base, "train.keep_best=true")
+
+
+BEST = ["train.keep_best=true", "train.eval_every=2", "train.checkpoint_every=0"]
+
+
+def measuring(monkeypatch: pytest.MonkeyPatch, *bits: float) -> None:
+    """The held-out bits per byte of the measurements to come."""
+    left = iter(bits)
+    monkeypatch.setattr(setup.Stepper, "bits_per_byte", lambda *_: next(left))
+
+
+def test_what_the_last_measurement_found_stays_the_best(
+    base: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = Path(base.train.run_dir, "best")
+    measuring(monkeypatch, 8.0, 4.0, 3.0, 2.0, 1.0)
+    train(changed(base, *BEST), console=QUIET)
+    measuring(monkeypatch, 1.5, 1.2)
+    train(changed(base, *BEST, "train.steps=12"), console=QUIET)
+    assert latest(best).step == 8
+
+
+def test_a_best_that_could_not_be_written_does_not_count(
+    base: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, room = Path(base.train.run_dir, "best"), iter([True, False, True, True])
+    save = checkpoint.save
+
+    def limited(*args: Any, **how: Any) -> Path:
+        if how["place"] == "best" and not next(room):
+            raise OSError(28, "No space left on device")
+        return save(*args, **how)
+
+    monkeypatch.setattr(checkpoint, "save", limited)
+    measuring(monkeypatch, 8.0, 4.0, 2.0, 3.0, 5.0)
+    train(changed(base, *BEST), console=QUIET)
+    assert latest(best).step == 6
+
+
+def test_a_best_of_other_rows_is_not_compared_with(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    best = Path(base.train.run_dir, "best")
+    measuring(monkeypatch, 8.0, 4.0, 3.0, 2.0, 1.0)
+    train(changed(base, *BEST), console=QUIET)
+    measuring(monkeypatch, 6.0, 7.0)
+    train(changed(base, *BEST, "train.eval_rows=2", "train.steps=12"), console=QUIET)
+    assert latest(best).step == 10
+
+
+def test_other_held_out_bytes_are_named_on_resume(base: Config, tmp_path: Path, warned: list[str]) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(12):
+        (texts / f"{number}.txt").write_text(f"{number} lazy dogs and foxes\n" * 20)
+    base = changed(base, f"data.path={texts}")
+    base = changed(base, "train.checkpoint_every=0")
+    train(changed(base, "train.steps=2"), console=QUIET)
+    whole = ["train.steps=3", "data.whole_files=true", "data.holdout=0.3", "data.validation=0.2"]
+    train(changed(base, *whole), console=QUIET)
+    said = "".join(warned)
+    for change in ("data.validation=0.2, was 0.0", "data.whole_files=True, was False"):
+        assert change in said
+
+
+def test_another_optimizer_is_refused_before_anything_is_written(base: Config) -> None:
+    train(changed(base, "train.steps=2"), console=QUIET)
+    kept = {file: file.read_bytes() for file in Path(base.train.run_dir).iterdir() if file.is_file()}
+    with pytest.raises(CheckpointError, match=r"holds another optimizer \(optim.name='muon', was 'adamw'\)"):
+        train(changed(base, "optim.name=muon"), console=QUIET)
+    assert {file: file.read_bytes() for file in Path(base.train.run_dir).iterdir() if file.is_file()} == kept
+
+
+def test_a_disk_without_room_leaves_the_configuration_and_the_table(
+    base: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(changed(base, "train.steps=2"), console=QUIET)
+    kept = {name: Path(base.train.run_dir, name) for name in ("config.toml", "selection.json")}
+    before = {name: path.read_bytes() for name, path in kept.items()}
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"can't write to the run folder .*No space left"):
+        train(base, console=QUIET)
+    assert {name: path.read_bytes() for name, path in kept.items()} == before
+
+
+def test_what_a_killed_process_was_replacing_comes_back(base: Config) -> None:
+    run_dir = Path(base.train.run_dir)
+    train(changed(base, *BEST, "train.steps=4", "train.checkpoint_every=2"), console=QUIET)
+    parts = run_dir / "checkpoints"
+    (run_dir / "best").rename(parts / ".partial-best-before")
+    (parts / "step-00000004").rename(parts / ".partial-step-00000004-before")
+    (parts / ".partial-step-00000003").mkdir()
+    assert train(changed(base, "train.steps=4"), console=QUIET).steps == 4
+    assert latest(run_dir / "best") is not None
+    assert names(base) == ["step-00000002", "step-00000004"]
+    assert not list(parts.glob(".partial*"))
 
 
 def test_a_resumed_run_decides_by_its_own_table_and_does_not_tune(

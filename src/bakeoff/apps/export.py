@@ -56,11 +56,14 @@ class _Logits(nn.Module):
         self.model, self.length = model, length
 
     def forward(self, ids: Tensor) -> Tensor:
+        if not self.length:
+            logits: Tensor = self.model(ids)[0]
+            return logits
         count = ids.shape[1]
-        if self.length:
-            ids = ids[:, torch.arange(self.length, device=ids.device).clamp(max=count - 1)]
-        logits: Tensor = self.model(ids)[0]
-        return logits[:, :count]
+        ids = ids[:, torch.arange(self.length, device=ids.device).clamp(max=count - 1)]
+        logits = self.model(ids)[0]
+        # Copied, as of a view torch.export asks whether it is the whole, which depends on the length.
+        return logits[:, torch.arange(count, device=ids.device)]
 
 
 def export(run: Path, out: Path) -> Exported:

@@ -148,6 +148,14 @@ class Muon(AdamW):
         wide = torch.promote_types(p.dtype, torch.float32)
         self.state[p]["momentum"] = torch.zeros_like(p, dtype=wide)
 
+    def _direction(self, p: Tensor) -> Tensor:
+        """What a matrix moved along in the last step: 0 before the first, and after a state without it."""
+        state = self.state[p]
+        if "direction" not in state:
+            state["direction"] = torch.zeros_like(p, dtype=torch.bfloat16)
+        found: Tensor = state["direction"]
+        return found
+
     def _update(self, steps: list[tuple[ParamGroup, Lists, Hyper]], loss: Any) -> None:
         del loss
         for group, lists, how in steps:
@@ -162,8 +170,7 @@ class Muon(AdamW):
             how.maximize, how.clip_coef, how.found_inf, how.grad_scale, how.lr_mult, how.sums,
         )  # fmt: skip
         params, grads, momentum = lists.group[:3]
-        states = [self.state[p] for p in lists.owners]
-        direction = [state["direction"] for state in states] if how.sums is not None else None
+        direction = [self._direction(p) for p in lists.owners] if how.sums is not None else None
         matrices = Matrices(params, grads, momentum, direction)
         sharded = any(hasattr(p, "to_local") for p in lists.owners)
         if sharded or self.process_group is not None:

@@ -61,9 +61,9 @@ class DeepNestedOptimizer(Muon):
       AdamW's (state ``momentum``; and ``direction``, the last step's, where there is a controller).
 
     Groups, schedulers, closures, GradScaler, `state_dict` and CUDA graphs as `AdamW`; `found_inf` and
-    skip_nonfinite hold for all rules. The state of an AdamW with the same groups can be loaded; it says
-    nothing of the controller, which stays as it is. On parameters that `fully_shard` made, sums are added up
-    over ranks.
+    skip_nonfinite hold for all rules. The state of an AdamW or Muon with the same groups can be loaded; it
+    says nothing of the controller, which stays as it is. On parameters that `fully_shard` made, sums are
+    added up over ranks.
 
     Args:
         params: parameters or group dicts; `nested_groups` makes them of a model.
@@ -182,11 +182,6 @@ class DeepNestedOptimizer(Muon):
             for p in absent:
                 p.grad = None
 
-    def _start_matrix(self, p: Tensor) -> None:
-        super()._start_matrix(p)
-        if self.controller is not None:
-            self.state[p]["direction"] = torch.zeros_like(p, dtype=torch.bfloat16)
-
     def _update(self, steps: list[tuple[ParamGroup, Lists, Hyper]], loss: Any) -> None:
         controller, index = self.controller, {id(group): i for i, group in enumerate(self.param_groups)}
         if controller is not None:
@@ -278,7 +273,8 @@ class DeepNestedOptimizer(Muon):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes up the state of this class or of an AdamW, which says nothing of periods and the controller.
+        """Takes up the state of this class, or of an AdamW or Muon, which says nothing of periods and the
+        controller.
 
         Raises:
             ValueError, TypeError: as AdamW's, or another number of groups under the controller; then nothing

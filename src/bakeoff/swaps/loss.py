@@ -139,6 +139,8 @@ def _loss_of(head: Any, cap: float | None) -> Callable[..., Tensor]:
 
 
 def _forward(cls: Any) -> Callable[..., Any]:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     original = cls.forward
     places = [name for name in inspect.signature(original).parameters if name != "self"]
     first = min(places.index("labels"), places.index("logits_to_keep"))
@@ -149,6 +151,7 @@ def _forward(cls: Any) -> Callable[..., Any]:
         named = config.return_dict if named is None else named
         fused = module.training and kwargs.get("labels") is not None and len(args) <= first
         fused = fused and isinstance(keep, int) and keep == 0 and named is not False
+        fused = fused and module.loss_function is ForCausalLMLoss  # which may have been set since the swap
         if not fused or type(head) is not nn.Linear or _hooked(head):
             return original(module, *args, **kwargs)
         note("loss")
@@ -187,7 +190,8 @@ class _Output:
 
 
 def _does_more(module: Any) -> str | None:
-    """Why the model's forward is not its loss of what its head makes of its last hidden states."""
+    """Why the model's forward, in training, is not its loss of what its head makes of its last hidden
+    states."""
     forward, vocabulary, width = type(module).forward, 7, 6
     with quiet():
         hidden = draw(2, 5, width)
@@ -200,8 +204,9 @@ def _does_more(module: Any) -> str | None:
         def losses(head: Any, loss: Any, config: Any, **more: Any) -> Tensor:
             body = dict.fromkeys(("model", module.base_model_prefix or "model"), _Body(hidden))
             view = _View(
-                module, lm_head=head, loss_function=loss, config=config, vocab_size=vocabulary, **body
-            )
+                module, lm_head=head, loss_function=loss, config=config, vocab_size=vocabulary, training=True,
+                **body,
+            )  # fmt: skip
             return forward(view, input_ids=labels, labels=labels, **more).loss  # type: ignore[no-any-return]
 
         plain = {"vocab_size": vocabulary, "return_dict": True, "output_router_logits": False}

@@ -9,7 +9,8 @@ __all__ = ["converted"]
 
 
 def converted(optimizer: torch.optim.Optimizer) -> AdamW:
-    """bakeoff's AdamW over the same parameters, groups and state; `optimizer` itself does not change.
+    """bakeoff's AdamW over the same parameters, groups and moments. `optimizer` itself is left as it is, but
+    for its moments, which both have from then on: go on with the new one alone.
 
     Raises:
         SwapError: it is no plain torch.optim.AdamW, or something that can't be carried over depends on it.

@@ -7,6 +7,7 @@ and taking the attribute away is all there is to undoing.
 
 import copy
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from types import MethodType
@@ -23,6 +24,8 @@ _MARK = "_bakeoff_replacement"
 
 _ran: Counter[str] = Counter()
 _traced: Counter[str] = Counter()
+_entries: set[Any] = set()
+"""Every function that `_entry` has made."""
 
 
 class Found(NamedTuple):
@@ -58,8 +61,11 @@ class Replacement:
 
     @property
     def stands(self) -> bool:
-        """Whether it is what the module runs; not so once somebody has wrapped it."""
-        return getattr(vars(self.module).get("forward"), "__self__", None) is self
+        """Whether it is what the module runs; not so once somebody has wrapped it. What accelerate unwraps
+        again it binds to the module."""
+        found = vars(self.module).get("forward")
+        owner = getattr(found, "__self__", None)
+        return owner is self or (owner is self.module and getattr(found, "__func__", None) in _entries)
 
     def remove(self) -> None:
         """Gives the module its own forward back."""
@@ -105,6 +111,11 @@ def _entry(
             calls[kind] += _ran[kind] - count
         return out
 
+    # Without __wrapped__, along which accelerate would unwrap it to the class's own.
+    names = vars(forward)
+    del names["__wrapped__"]
+    names["__signature__"] = inspect.signature(own)
+    _entries.add(forward)
     return forward
 
 

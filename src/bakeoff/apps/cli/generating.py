@@ -25,18 +25,28 @@ _AT_ONCE = 32  # bytes that are read from a CUDA device together: each reading w
 def stream(run: Path, prompt: str, max_new: int, device: str, **sampling: Any) -> None:
     """Print `prompt`, or with "-" what standard input holds, and what the run's model makes of it, byte by
     byte; broken UTF-8 becomes U+FFFD."""
+    if prompt == "-" and sys.stdin is None:
+        raise click.UsageError("--prompt -: standard input is closed; give the text itself, or < FILE")
     given = sys.stdin.buffer.read() if prompt == "-" else _bytes(prompt)
     model, _ = load_run(run)
     model.to(current_device(device))
-    click.echo(given.decode("utf-8", "replace"), nl=False)
+    decoder = _decoder()
+    click.echo(decoder.decode(given), nl=False)
     with untuned():
-        for text in continuation(model, given, max_new, **sampling):
+        for text in continuation(model, given, max_new, decoder, **sampling):
             click.echo(text, nl=False)
     click.echo()
 
 
-def continuation(model: Any, prompt: str | bytes, max_new: int, **sampling: Any) -> Iterator[str]:
-    """The text of `max_new` bytes after `prompt`, in pieces of whole characters.
+def continuation(
+    model: Any,
+    prompt: str | bytes,
+    max_new: int,
+    decoder: codecs.IncrementalDecoder | None = None,
+    **sampling: Any,
+) -> Iterator[str]:
+    """The text of `max_new` bytes after `prompt`, in pieces of whole characters. A `decoder` that has read
+    the prompt goes on with the character in which the prompt ends.
 
     Invalid UTF-8 becomes U+FFFD, and so do control characters, which could change the terminal's state.
     """
@@ -44,10 +54,14 @@ def continuation(model: Any, prompt: str | bytes, max_new: int, **sampling: Any)
     given = prompt if isinstance(prompt, bytes) else _bytes(prompt)
     symbols = list(given) or [ord("\n")]  # a model needs something to go on from
     ids = torch.tensor([symbols], dtype=torch.uint8, device=device)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder = decoder or _decoder()
     for value in _read(model.stream(ids, max_new, **sampling), _AT_ONCE if device.type == "cuda" else 1):
         yield _shown(decoder.decode(bytes([value]) if value < 256 else b"\xff"))
     yield decoder.decode(b"", final=True)
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 def _read(symbols: Iterator[Tensor], at_once: int) -> Iterator[int]:

@@ -1,6 +1,5 @@
 """OUT/compare.json: what was compared, every run and every length, and the verdict."""
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ from bakeoff.apps.compare.equal import CompareError, parameters
 from bakeoff.apps.compare.judge import Verdict
 from bakeoff.apps.train import Config
 from bakeoff.apps.train.config import to_tree
+from bakeoff.paths import write_whole
 
 __all__ = [
     "SIDES",
@@ -143,13 +143,8 @@ def read(out: Path) -> Document:
 def write(out: Path, document: Document) -> None:
     """Write it whole or not at all. Raises CompareError where the folder can't be written."""
     path = path_of(out)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
-        beside.replace(path)
+        write_whole(path, msgspec.json.format(msgspec.json.encode(document), indent=1))
     except OSError as error:
         raise CompareError(f"can't write {path} ({error.strerror or error}): give a writable --out") from None
-    finally:
-        if beside.exists():
-            beside.unlink()

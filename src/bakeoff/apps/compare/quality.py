@@ -75,7 +75,8 @@ def compared(result: Result, config: Config, side: Side, device: torch.device) -
     windows = [row for row in rows if row.get("event") == "train"]
     timed = [row for row in windows if row["tokens_per_s"]]
     speed = result.tokens_per_s
-    if timed and any(row.get("event") == "resume" for row in rows):  # the result knows the last part only
+    resumed = any(row.get("event") == "resume" for row in rows)
+    if timed and (resumed or not speed):  # the result knows the last part only, or found the run finished
         steps = [row["steps"] for row in timed]
         speed = statistics.harmonic_mean([row["tokens_per_s"] for row in timed], weights=steps)
     tokens = result.steps * config.train.batch_size * config.seq_len

@@ -52,7 +52,8 @@ def english_corpus(
         The manifest that was written to ``out/.manifest.json``, with the SHA-256 of `source`'s files.
 
     Raises:
-        CorpusError: `source` that is missing, can't be unpacked or holds no text, or `out` that exists.
+        CorpusError: `source` that is missing, is a pipe, can't be unpacked or holds no text, or `out` that
+            exists.
 
     Example:
         >>> from bakeoff.apps.corpus import english_corpus
@@ -63,6 +64,8 @@ def english_corpus(
         raise CorpusError(
             f"{source} does not exist. Fetch a text by hand, such as {URLS['enwik8']}, and give that file"
         )
+    if not (source.is_file() or source.is_dir()):  # a pipe: it can't be read twice
+        raise CorpusError(f"{source} is neither a file nor a folder: write its text to a file, and give that")
     files = files_below(source) if source.is_dir() else [source]
     say(f"reading {len(files):,} files")
     manifest = Manifest(

@@ -46,6 +46,7 @@ __all__ = [
     "CheckpointError",
     "SavedProgress",
     "State",
+    "best",
     "latest",
     "load",
     "load_run",
@@ -53,11 +54,13 @@ __all__ = [
     "set_aside",
     "spare",
     "steps",
+    "tidy",
 ]
 
 FOLDER = "checkpoints"
 _PREFIX = "step-"
 _PARTIAL = ".partial-"
+_REPLACED = "-before"
 _ASIDE = "aside-"
 _BEST = "best"
 _FILES = ("model.safetensors", "config.toml", "run.safetensors", "run.json")
@@ -91,7 +94,9 @@ class SavedProgress(msgspec.Struct, frozen=True):
     before: float
     """Held-out bits per byte before the first step."""
     best: float | None = None
-    """The least held-out bits per byte of all measurements for `train.keep_best`."""
+    """The least held-out bits per byte so far, with `train.keep_best`; of RUN/best its own."""
+    measured: str = ""
+    """A digest of the rows that `best` was measured on; "" where an older version saved."""
     data_digest: str = ""
     """Of the bytes trained on; "" where an older version saved."""
     data_modified: int = 0
@@ -148,7 +153,8 @@ class Checkpoint:
             moments.read_into(self.folder / _MOMENTS, into, world)
         except (OSError, KeyError, ValueError, RuntimeError, safetensors.SafetensorError) as error:
             raise CheckpointError(
-                f"{self.folder / _MOMENTS} does not fit this model: {error}. Resume with its config.toml"
+                f"{self.folder / _MOMENTS} does not fit this model: {error}. Resume with the settings of "
+                f"{self.folder / 'config.toml'}"
             ) from error
 
 
@@ -212,13 +218,34 @@ def _complete(partial: Path, target: Path, state: State) -> None:
     """Makes the whole checkpoint in `partial` the one called `target`."""
     _write(partial / "manifest.json", json.dumps(_manifest(partial, state.numbers), indent=1).encode())
     _sync_folder(partial / _MOMENTS)
-    before = partial.with_name(f"{partial.name}-before")
+    before = partial.with_name(f"{partial.name}{_REPLACED}")
     if target.exists():  # the same step again, saved when the run was over and went on; or the best so far
         shutil.rmtree(before, ignore_errors=True)
         target.rename(before)
     partial.rename(target)
     _sync_folder(target.parent)
     shutil.rmtree(before, ignore_errors=True)
+
+
+def tidy(run_dir: Path) -> None:
+    """Removes what a process that was killed while it saved has left half written, once a checkpoint that it
+    was about to replace has its name back. For the one process that may save in `run_dir`. Raises OSError."""
+    parent = run_dir / FOLDER
+    for before in parent.glob(f"{_PARTIAL}*{_REPLACED}"):
+        name = before.name.removeprefix(_PARTIAL).removesuffix(_REPLACED)
+        target = run_dir / _BEST if name == _BEST else parent / name
+        if not target.exists():
+            before.rename(target)
+    for partial in parent.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def best(run_dir: Path) -> SavedProgress | None:
+    """The numbers of RUN/best; None where there is none."""
+    try:
+        return msgspec.json.decode((run_dir / _BEST / "run.json").read_bytes(), type=SavedProgress)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def _on_first(function: Callable[[], None], world: World) -> None:

@@ -34,7 +34,7 @@ class Progress:
     bits_before: float = 0.0
     """Held-out bits per byte before the first step."""
     bits_best: float | None = None
-    """The least held-out bits per byte of the checkpoints that were kept as the best."""
+    """The held-out bits per byte of the checkpoint that is kept as the best."""
     checkpoint: Path | None = None
     """The newest checkpoint: saved by this call, or the one it resumed from."""
     saved: Path | None = None

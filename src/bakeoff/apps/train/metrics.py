@@ -29,6 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bakeoff.apps.train.config import Config, to_tree
 from bakeoff.errors import BakeoffError
+from bakeoff.paths import write_whole
 
 __all__ = [
     "JsonLines",
@@ -138,14 +139,8 @@ def take_back(path: Path, resumed: Resumed | None) -> list[dict[str, Any]]:
     if not path.exists() or not path.stat().st_size:
         return []
     rows = [row for row in read_metrics(path) if resumed.keeps(row)] if resumed else []
-    place = path.resolve()
-    beside = place.with_name(f".{place.name}.new")
     try:
-        with beside.open("wb") as file:
-            file.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(place)
+        write_whole(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     except OSError as error:
         log.warning("can't take back rows of %s (%s): some steps will stand there twice", path, error)
     return rows

@@ -13,17 +13,19 @@ from bakeoff.apps.train.config import Config, ConfigError, Optim, to_toml, to_tr
 from bakeoff.apps.train.lock import RunLock
 from bakeoff.apps.train.metrics import log
 from bakeoff.parallel import ALONE, World
-from bakeoff.paths import expanded
+from bakeoff.paths import expanded, write_whole
 
 __all__ = ["open_run"]
 
 # A run that resumes with another value of these does not repeat the interrupted one's losses.
 _CURVE = {
     "model": ("dropout",),  # the only setting of a model that its weights don't depend on
-    "data": ("path", "holdout"),
+    "data": ("path", "holdout", "validation", "whole_files"),
     "optim": Optim.__struct_fields__,
     "train": ("steps", "batch_size", "seq_len", "accumulate", "seed", "precision", "compile", "fp8"),
 }
+# Of [optim], what decides which state the optimizer has.
+_OPTIMIZER = ("name", "muon")
 
 
 def open_run(config: Config, lock: RunLock, world: World = ALONE) -> tuple[Path, Checkpoint | None]:
@@ -73,11 +75,12 @@ def _start(config: Config, given: Path | None) -> Checkpoint | None:
 
 
 def _locked_folder(config: Config, given: Path | None, lock: RunLock) -> Path:
-    """The run's folder, made where there is none, and locked."""
+    """The run's folder, made where there is none, locked, and rid of what a killed process left half done."""
     try:
         run_dir = given or _fresh(config.recipe)
         run_dir.mkdir(parents=True, exist_ok=True)
         lock.take(run_dir)
+        checkpoint.tidy(run_dir)
     except OSError as error:
         raise _unwritable(given or Path("runs"), error) from None
     return run_dir
@@ -86,7 +89,7 @@ def _locked_folder(config: Config, given: Path | None, lock: RunLock) -> Path:
 def _write_folder(config: Config, run_dir: Path, start: Checkpoint | None) -> None:
     """Writes the run's config.toml, and sees to it that no checkpoint is later than `start`."""
     try:
-        (run_dir / "config.toml").write_text(to_toml(config), "utf-8")
+        write_whole(run_dir / "config.toml", to_toml(config).encode())
         later = checkpoint.set_aside(run_dir, start.step) if start else []
     except OSError as error:
         raise _unwritable(run_dir, error) from None
@@ -121,16 +124,20 @@ def _fresh(recipe: str) -> Path:
 
 
 def _compare(config: Config, start: Checkpoint) -> None:
-    """Raises CheckpointError if `start` holds another model; warns of settings that change the losses."""
+    """Raises CheckpointError if `start` holds another model or another optimizer's state; warns of settings
+    that change the losses."""
     now, then = to_tree(config), to_tree(start.config)
     shape = [key for key in now["model"] if key not in _CURVE["model"]]
     changed = _changes(now["model"], then["model"], "model", shape)
     if changed and now["model"]["kind"] != then["model"]["kind"]:
         changed = _changes(now["model"], then["model"], "model", ["kind"])  # the rest differs with it
+    other = "model"
+    if not changed:
+        changed, other = _changes(now["optim"], then["optim"], "optim", _OPTIMIZER), "optimizer"
     if changed:
         raise CheckpointError(
-            f"{start.folder} holds another model ({', '.join(changed)}): set these back, or train in another "
-            "train.run_dir"
+            f"{start.folder} holds another {other} ({', '.join(changed)}): set these back, or train in "
+            "another train.run_dir"
         )
     for section, keys in _CURVE.items():
         changed += _changes(now[section], then[section], section, keys)

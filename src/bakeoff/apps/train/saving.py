@@ -1,6 +1,6 @@
 """Saving a run and restoring it: what of the stepper and the run goes into a checkpoint, and comes back."""
 
-import math
+import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -62,8 +62,8 @@ def holds_newest(context: Context) -> bool:
 def save_best(context: Context, bits: float) -> None:
     """Keeps this step as the best where `train.keep_best` asks for it and no measurement was below `bits`.
     All ranks must call it."""
-    progress = context.progress
-    if not context.config.train.keep_best or not bits < (progress.bits_best or math.inf):
+    progress, before = context.progress, context.progress.bits_best
+    if not context.config.train.keep_best or not (before is None or bits < before):
         return
     progress.bits_best = bits
     with context.timer.pause():
@@ -71,8 +71,21 @@ def save_best(context: Context, bits: float) -> None:
             _write(context, "best")
         except OSError as error:
             context.lock.check()
+            progress.bits_best = before
             reason = error.strerror or error
             log.warning("can't keep step %d as the best (%s); training goes on", progress.step, reason)
+
+
+def _best_before(context: Context) -> float | None:
+    """What the run's checkpoint that is kept as the best measured; None where there is none, or where that
+    was measured on other rows, so that nothing can be compared with it. All ranks must ask."""
+    saved = context.stepper.world.decide(lambda: checkpoint.best(context.run_dir))
+    return saved.best if saved is not None and saved.measured in ("", _measured(context)) else None
+
+
+def _measured(context: Context) -> str:
+    """A digest of the held-out rows."""
+    return hashlib.sha256(context.held_out.cpu().numpy().tobytes()).hexdigest()
 
 
 def _write(context: Context, place: Literal["newest", "spare", "best"]) -> Path:
@@ -84,6 +97,7 @@ def _write(context: Context, place: Literal["newest", "spare", "best"]) -> Path:
         "elapsed": context.timer.elapsed,
         "before": progress.bits_before,
         "best": progress.bits_best,
+        "measured": _measured(context),
         "data_digest": feed.digest,
         "data_modified": feed.batches.corpus.modified,
     }
@@ -108,7 +122,7 @@ def restore(context: Context, start: Checkpoint) -> None:
     progress.checkpoint = start.folder
     progress.logged_step = saved.logged_step
     progress.bits_before = saved.before
-    progress.bits_best = saved.best
+    progress.bits_best = _best_before(context)
     context.timer.before = progress.seconds = saved.elapsed
     context.metrics.write({"event": "resume", "step": progress.step})
     context.metrics.say(f"resumed from {start.folder} at step {progress.step}")

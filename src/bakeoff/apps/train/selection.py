@@ -12,6 +12,7 @@ from bakeoff import hardware
 from bakeoff.apps.train.config import Select
 from bakeoff.apps.train.metrics import log
 from bakeoff.parallel import ALONE, World
+from bakeoff.paths import write_whole
 from bakeoff.select import Explanation, Verdict, find_op
 from bakeoff.select.choose import policy
 from bakeoff.select.choose import table as tables
@@ -145,7 +146,7 @@ def _keep(run_dir: Path, selection: Selection) -> None:
         calls = {call.key: call for call in (*old.calls, *selection.calls)}
         selection = Selection(selection.facts, list(calls.values()))
     try:
-        (run_dir / _FILE).write_bytes(msgspec.json.encode(selection))
+        write_whole(run_dir / _FILE, msgspec.json.encode(selection))
         if selection.verdicts:
             tables.write(run_dir / "table.json", tables.Table(selection.facts, selection.verdicts))
     except OSError as error:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bakeoff.apps.render import selection_table
 from bakeoff.apps.train.checkpoint import Checkpoint
-from bakeoff.apps.train.config import Config
+from bakeoff.apps.train.config import Config, Data
 from bakeoff.apps.train.context import Context
 from bakeoff.apps.train.data import Batches, ByteCorpus, DataError, Prefetcher, held_out_rows, mix, open_parts
 from bakeoff.apps.train.device import Placement, memory_errors
@@ -77,7 +77,8 @@ def open_inputs(config: Config, placement: Placement, lock: RunLock) -> Inputs:
 def _compare_data(config: Config, corpus: ByteCorpus, digest: str, start: Checkpoint) -> None:
     """Raises DataError where the data at the path that `start` was trained on are others now."""
     saved = start.progress()
-    if config.data.path != start.config.data.path or saved.data_digest in ("", digest):
+    other_files = _order(config.data) != _order(start.config.data)
+    if other_files or saved.data_digest in ("", digest):
         if saved.data_digest == digest and corpus.sampled and corpus.modified != saved.data_modified:
             log.warning("%s was written since %s; the bytes compared are equal", corpus.name, start.folder)
         return
@@ -87,6 +88,11 @@ def _compare_data(config: Config, corpus: ByteCorpus, digest: str, start: Checkp
             "there now by data.may_change=true"
         )
     log.warning("the data changed since %s was saved, so losses will differ", start.folder)
+
+
+def _order(data: Data) -> tuple[str, float, float]:
+    """What decides which files are read, and in which order: those that are held out whole come last."""
+    return data.path, data.whole, data.validation if data.whole else 0.0
 
 
 def over(config: Config, start: Checkpoint) -> str:

@@ -106,12 +106,18 @@ def carry_out(
             number = _made(plan, done) + 1
             finished = _made_run(run, out, device, held, announce, number, plan.size)
             add_run(out, finished)
+            shutil.rmtree(_folder(out, run) / "checkpoints", ignore_errors=True)
         longest[run.entry.name, run.setting] = clock() - started
         say(_line(finished))
         done = read_runs(out)
         _sum_up(plan, record, done, out)
     _sum_up(plan, record, done, out)
     return record
+
+
+def _folder(out: Path, run: Planned) -> Path:
+    """Where the trainer makes a run; its checkpoints are removed once what it found is kept."""
+    return out / "runs" / run.key
 
 
 def _made(plan: Plan, done: dict[str, Finished]) -> int:
@@ -194,7 +200,7 @@ def _made_run(
             hold_contests(config, device, announce)
             held.add((run.entry.name, setting.length))
             announce(what)
-        finished = _trained(run, finished, out / "runs" / run.key, device)
+        finished = _trained(run, finished, _folder(out, run), device)
     else:
         found = learnt(run, device, lambda step: announce(f"{what}, step {step}"))
         steps = config.train.steps
@@ -208,11 +214,10 @@ def _made_run(
 
 
 def _trained(run: Planned, finished: Finished, folder: Path, device: torch.device) -> Finished:
-    """A run of the trainer, whose checkpoints are removed once it is scored."""
+    """A run of the trainer."""
     config: Config = run.config
     part = trained(config, "first", run.seed, folder, device, resume=True)
     validation = validated(config, folder, device)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     _, _, held_out = open_parts(config.data, config.seq_len)
     fit = min(config.train.eval_rows, len(held_out) // (config.seq_len + 1))
     return msgspec.structs.replace(

@@ -82,7 +82,7 @@ def entries(
     base: Config | None = None
     found: list[Entry] = []
     for text in models:
-        name, *words = shlex.split(text) or [""]
+        name, *words = _words(text) or [""]
         words = [word if "." in word.partition("=")[0] else f"model.{word}" for word in words]
         for word in words:
             _refuse(word, _SET, text)
@@ -108,7 +108,14 @@ def entries(
 
 def _said(text: str) -> list[str]:
     """What a model was given beside its recipe, without learning rates."""
-    return [word for word in shlex.split(text)[1:] if not word.startswith("optim.lr=")]
+    return [word for word in _words(text)[1:] if not word.startswith("optim.lr=")]
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise CompareError(f"--model {text!r}: {str(error).lower()}: close it, or leave it out") from None
 
 
 def _rates(text: str) -> tuple[float, ...]:

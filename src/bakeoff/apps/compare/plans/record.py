@@ -9,6 +9,7 @@ import msgspec
 
 from bakeoff.apps.bench.results import Env, locked
 from bakeoff.apps.compare.equal import CompareError
+from bakeoff.paths import write_whole
 
 __all__ = [
     "Finished",
@@ -149,13 +150,10 @@ def read_record(out: Path) -> Record | None:
 
 def write_record(out: Path, record: Record) -> None:
     """Write it whole or not at all."""
-    path, beside = out / "plan.json", out / f".plan.json.{os.getpid()}"
+    path = out / "plan.json"
     with locked(out):
         try:
-            beside.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
-            beside.replace(path)
+            write_whole(path, msgspec.json.format(msgspec.json.encode(record), indent=1))
         except OSError as error:
             why = error.strerror or error
             raise CompareError(f"can't write {path} ({why}): give a writable --out") from None
-        finally:
-            beside.unlink(missing_ok=True)

@@ -223,6 +223,11 @@ class Config(Section, frozen=True):
         train = self.train
         if not train.steps and not train.max_seconds:
             raise ValueError("train.steps and train.max_seconds are both 0: give at least one of them")
+        if self.seq_len < 2:
+            raise ValueError(
+                f"rows of {self.seq_len} byte are too short: make train.seq_len, or model.max_seq_len where "
+                "that is 0, at least 2"
+            )
         if self.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"train.seq_len={train.seq_len} is longer than model.max_seq_len={self.model.max_seq_len}: "
