@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from bakeoff.models.caching import DecodeCache, rows_at
 from bakeoff.models.checks import check_cache, check_capacity, check_fields, check_ids, check_kind
 from bakeoff.models.generation import Generates
+from bakeoff.models.initial import normal_matrices
 from bakeoff.models.ngrams import NGrams, check_ngrams
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
+from bakeoff.nn.initial import StartsAnew, fill
 from bakeoff.ops import short_conv
 
 __all__ = ["SIZES", "Cache", "Config", "LLMMed"]
@@ -154,7 +156,7 @@ class Cache(DecodeCache):
         self.attention.begin_step()
 
 
-class Attention(nn.Module):
+class Attention(StartsAnew):
     """Causal attention with rotary positions; keys and values shared by groups of heads."""
 
     def __init__(self, config: Config, layer: int) -> None:
@@ -164,7 +166,14 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.d_model, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
         self.norm = QKNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.short = nn.Parameter(torch.zeros(config.d_model, config.conv)) if config.conv else None
+        self.short = nn.Parameter(torch.empty(config.d_model, config.conv)) if config.conv else None
+        self.first_values()
+
+    def first_values(self) -> None:
+        """A convolution by 1."""
+        if self.short is not None:
+            now = torch.arange(self.short.shape[1], device=self.short.device) == self.short.shape[1] - 1
+            fill(self.short, now.expand(self.short.shape))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
@@ -204,7 +213,7 @@ class Block(nn.Module):
         return x, residual
 
 
-class LLMMed(Generates, HasRotaryTables):
+class LLMMed(Generates, HasRotaryTables, StartsAnew):
     """A causal language model over `config.vocab` symbols, bytes by default.
 
     >>> model = LLMMed(Config.sizes("tiny"))
@@ -223,23 +232,14 @@ class LLMMed(Generates, HasRotaryTables):
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
         self.make_tables(config.max_seq_len, config.head_dim, config.rope_base)
-        self.reset_parameters()
+        self.first_values()
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def first_values(self) -> None:
         """Normal weights of deviation 0.02; the projections that end a branch are divided by
         sqrt(2 * layers), so that the stream's variance does not grow with depth (Radford et al. 2019). What a
         rung adds begins as nothing: scales of 1, a convolution by 1, n-grams of 0."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("attention.short"):
-                nn.init.zeros_(parameter)[:, -1] = 1.0  # the tap of the present input
-            elif name.startswith("ngrams."):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim >= 2:
-                ends_branch = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                nn.init.normal_(parameter, std=0.02 * (2 * self.config.layers) ** (-0.5 * ends_branch))
-            else:
-                nn.init.ones_(parameter)
+        normal_matrices(self, self.config.layers)
+        self.fill_tables()
 
     def forward(
         self, ids: Tensor, targets: Tensor | None = None, *, return_logits: bool = False

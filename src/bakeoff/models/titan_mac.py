@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from bakeoff.models.caching import DecodeCache
 from bakeoff.models.checks import check_cache, check_capacity, check_fields, check_ids, check_kind
 from bakeoff.models.generation import Generates
+from bakeoff.models.initial import normal_matrices
 from bakeoff.models.titan_mixers import MIXERS, Past
 from bakeoff.nn import MLP, HasRotaryTables, RMSNorm
+from bakeoff.nn.initial import StartsAnew
 
 __all__ = ["SIZES", "Cache", "Config", "TitanMAC"]
 
@@ -206,7 +208,7 @@ class Block(nn.Module):
         return F.dropout(self.mlp(h), self.dropout, drops), residual
 
 
-class TitanMAC(Generates, HasRotaryTables):
+class TitanMAC(Generates, HasRotaryTables, StartsAnew):
     """A causal language model over `config.vocab` symbols, bytes by default.
 
     >>> model = TitanMAC(Config.sizes("tiny"))
@@ -225,17 +227,13 @@ class TitanMAC(Generates, HasRotaryTables):
         self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
         # A segment, and for a sliding window the one before; rotary turns by distance, so rows have no end.
         self.make_tables(2 * config.segment, config.head_dim, config.rope_base)
-        self.reset_parameters()
+        self.first_values()
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def first_values(self) -> None:
         """Normal matrices of deviation 0.02; those that end a branch are divided by sqrt(2 * layers), so that
         the stream's variance does not grow with depth. Memories and their gates keep their own start."""
-        for name, module in self.named_modules():
-            own = ".memory." in name or ".ask." in name
-            if isinstance(module, nn.Linear | nn.Embedding) and not own:
-                ends_branch = name.endswith((".out", ".down"))
-                nn.init.normal_(module.weight, std=0.02 * (2 * self.config.layers) ** (-0.5 * ends_branch))
+        normal_matrices(self, self.config.layers)
+        self.fill_tables()
 
     def forward(
         self, ids: Tensor, targets: Tensor | None = None, *, return_logits: bool = False

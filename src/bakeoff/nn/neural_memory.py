@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bakeoff.nn.initial import StartsAnew, fill
 from bakeoff.nn.last_layer import last_layer_stream
 from bakeoff.nn.memory_state import NeuralMemoryState, outliving
 from bakeoff.nn.norm import RMSNorm
@@ -34,7 +35,7 @@ _VALUE = 1.0
 long values grows until its own next steps are too long."""
 
 
-class Projected(nn.Module):
+class Projected(StartsAnew):
     """SiLU of a short causal convolution of W x: x [B, T, D] to [B, T, parts width].
 
     At first each part is little more than W x of the token that stands `back` places before.
@@ -42,12 +43,19 @@ class Projected(nn.Module):
 
     def __init__(self, dim: int, back: Sequence[int], width: int) -> None:
         super().__init__()
+        self.back = tuple(back)
         self.linear = nn.Linear(dim, len(back) * width, bias=False)
+        self.short = nn.Parameter(torch.empty(len(back) * width, _TAPS))
+        self.first_values()
+
+    def first_values(self) -> None:
+        """Small weights, and taps near 1 of the token that each part begins with."""
         nn.init.normal_(self.linear.weight, std=_SMALL)
-        short = 0.1 * (2 * torch.rand(len(back), width, _TAPS) - 1)
-        for part, places in zip(short, back, strict=True):
+        width = len(self.short) // len(self.back)
+        short = 0.1 * (2 * torch.rand(len(self.back), width, _TAPS, device=self.short.device) - 1)
+        for part, places in zip(short, self.back, strict=True):
             part[:, _TAPS - 1 - places] += 1.0
-        self.short = nn.Parameter(short.flatten(0, 1))
+        fill(self.short, short.flatten(0, 1))
 
     def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The result, and the state [B, taps - 1, parts width] with which the next piece goes on."""
@@ -64,7 +72,7 @@ def of_length(length: float, x: Tensor, heads: int) -> Tensor:
     return out
 
 
-class NeuralMemory(nn.Module):
+class NeuralMemory(StartsAnew):
     """y_t = norm(M_t(q_t)), M a two-layer MLP per row and head that learns k_t -> v_t by gradient descent.
 
     With u_t the gradient of |M(k_t) - v_t|^2, taken at the memory of the start of t's chunk: S_t =
@@ -135,26 +143,37 @@ class NeuralMemory(nn.Module):
         self.stream = memory_stream if learns == "all" else last_layer_stream
         E, H = dim // heads, expansion * (dim // heads)
         self.qkv = Projected(dim, (0, 1, 0), dim)
-        with torch.no_grad():
-            self.qkv.linear.weight[dim : 2 * dim] = self.qkv.linear.weight[:dim]
-        starts = torch.tensor([0.0, _logit(forget), *([_logit(decay)] if momentum else [])])
-        bias = starts[:, None].expand(-1, heads).flatten().clone()
-        self.gates = nn.Linear(dim, len(bias)) if per_token else None
+        self._gates_begin = (0.0, _logit(forget), *([_logit(decay)] if momentum else []))
+        self.gates = nn.Linear(dim, len(self._gates_begin) * heads) if per_token else None
         if self.gates is None:
-            self.gate_bias = nn.Parameter(bias)
-        else:
-            nn.init.normal_(self.gates.weight, std=_SMALL)
-            with torch.no_grad():
-                self.gates.bias.copy_(bias)
-        self.w1 = nn.Parameter(torch.randn(heads, H, E) * math.sqrt(2 / (E + H)))
-        self.b1 = nn.Parameter(torch.zeros(heads, H))
-        self.w2 = nn.Parameter(torch.zeros(heads, E, H))
-        self.b2 = nn.Parameter(torch.zeros(heads, E))
+            self.gate_bias = nn.Parameter(torch.empty(len(self._gates_begin) * heads))
+        self.w1 = nn.Parameter(torch.empty(heads, H, E))
+        self.b1 = nn.Parameter(torch.empty(heads, H))
+        self.w2 = nn.Parameter(torch.empty(heads, E, H))
+        self.b2 = nn.Parameter(torch.empty(heads, E))
         self.norm = RMSNorm(E, norm_eps)
+        self.first_values()
         self.config = (
             f"dim={dim} heads={heads} expansion={expansion} chunk={chunk} read={read} momentum={momentum} "
             f"per_token={per_token} ascent={ascent} learns={learns}"
         )
+
+    @torch.no_grad()
+    def first_values(self) -> None:
+        """Keys' projection is the queries', gates are their biases but for small weights, the memory's first
+        layer is normal and its second one 0."""
+        q, _, v = self.qkv.linear.weight.chunk(3)
+        fill(self.qkv.linear.weight, torch.cat([q, q, v]))
+        bias = torch.tensor(self._gates_begin, device=self.w1.device).repeat_interleave(self.heads)
+        if self.gates is None:
+            fill(self.gate_bias, bias)
+        else:
+            nn.init.normal_(self.gates.weight, std=_SMALL)
+            fill(self.gates.bias, bias)
+        H, E = self.w1.shape[1:]
+        fill(self.w1, torch.randn(self.w1.shape, device=self.w1.device) * math.sqrt(2 / (E + H)))
+        for rest in (self.b1, self.w2, self.b2):
+            nn.init.zeros_(rest)
 
     def start(self, x: Tensor) -> NeuralMemoryState:
         """The state before the first token of rows such as x [B, T, D]."""

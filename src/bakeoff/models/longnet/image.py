@@ -106,12 +106,12 @@ class ImageLongNet(LongNet):
         self.register_buffer("inverse", torch.empty(cells, dtype=torch.int32))
         axis_dim = config.head_dim // (2 * len(grid)) * 2
         self.make_tables(max(grid), axis_dim, config.rope_base)
-        self.reset_parameters()
+        self.first_values()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def first_values(self) -> None:
         """As of `LongNetLM`; the tables of the order are made, too."""
-        super().reset_parameters()
+        super().first_values()
         order = self.order()
         self.perm.copy_(order.perm)
         self.inverse.copy_(order.inverse)

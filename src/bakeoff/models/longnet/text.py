@@ -38,7 +38,7 @@ class LongNetLM(Generates, LongNet):
         self.embed = nn.Embedding(config.vocab, config.d_model)
         self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
         self.make_tables(config.max_seq_len, config.head_dim, config.rope_base)
-        self.reset_parameters()
+        self.first_values()
         self.rank, self.ranks = 0, 1
         """Which part of every row is this process's, and how many there are."""
 
