@@ -265,6 +265,34 @@ def test_no_gate_makes_a_memory_diverge(decay: float, size: float) -> None:
     assert all(tensor.abs().max() < 10 for tensor in (*state.scan.memory, *state.scan.momentum))
 
 
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize(("width", "chunk"), [(2, 1), (2, 2), (3, 1), (4, 1), (8, 1)])
+def test_narrow_heads_of_short_chunks_stay_finite(width: int, chunk: int, momentum: bool) -> None:
+    """Few dimensions have like keys with unlike values, whose difference needs ever larger weights."""
+    torch.manual_seed(0)
+    memory = NeuralMemory(8 * width, heads=8, chunk=chunk, momentum=momentum)
+    assert memory.gates is not None
+    with torch.no_grad():
+        memory.gates.bias[:8] = 6.0
+        _, state = memory(torch.randn(16, 150, 8 * width))
+    assert all(tensor.abs().max() < 100 for tensor in state.scan.memory)
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_narrow_heads_train_on_random_rows(momentum: bool) -> None:
+    torch.manual_seed(0)
+    memory = NeuralMemory(8, heads=4, chunk=1, momentum=momentum)
+    optimizer = torch.optim.AdamW(memory.parameters(), lr=0.01)
+    for _ in range(8):
+        x = torch.randn(4, 40, 8)
+        loss = (memory(x)[0] - x.roll(1, 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert loss.isfinite()
+    assert all(parameter.isfinite().all() for parameter in memory.parameters())
+
+
 def test_a_small_error_writes_little() -> None:
     """Of a published memory a clip made small gradients large."""
     from bakeoff.ops import memory_scan
