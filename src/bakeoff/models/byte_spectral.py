@@ -27,6 +27,7 @@ from bakeoff.models.checks import (
     check_fields,
     check_ids,
     check_kind,
+    check_no_recomputing,
     check_symbols,
 )
 from bakeoff.models.generation import Generates
@@ -255,6 +256,7 @@ class Mixer(StartsAnew):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
+        check_no_recomputing(cache)
         past = None if cache is None else cache.past
         place = f"{self.layer} short"
         held = None if past is None else past.kept.get(place)

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 __all__ = [
     "check_cache",
@@ -13,6 +14,7 @@ __all__ = [
     "check_fields",
     "check_ids",
     "check_kind",
+    "check_no_recomputing",
     "check_sampling",
     "check_symbols",
 ]
@@ -92,6 +94,16 @@ def check_cache(cache: Any, config: msgspec.Struct, ids: Tensor) -> None:
         raise ValueError(
             f"{length} positions are more than the cache's capacity of {room}: begin with "
             f"model.make_cache({length}) or more"
+        )
+
+
+def check_no_recomputing(cache: object) -> None:
+    """Raises RuntimeError where a part of a model that writes to `cache` runs again in backward, as
+    torch.utils.checkpoint has it; None, of whole rows, is nothing that it writes to."""
+    if cache is not None and not is_compiling() and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "torch.utils.checkpoint can't run this again: the cache holds its result already. Train on whole "
+            "rows, model(ids), whose blocks may be checkpointed; or decode without torch.utils.checkpoint"
         )
 
 

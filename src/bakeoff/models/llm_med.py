@@ -18,7 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.caching import DecodeCache, rows_at
-from bakeoff.models.checks import check_cache, check_capacity, check_fields, check_ids, check_kind
+from bakeoff.models.checks import (
+    check_cache,
+    check_capacity,
+    check_fields,
+    check_ids,
+    check_kind,
+    check_no_recomputing,
+)
 from bakeoff.models.generation import Generates
 from bakeoff.models.initial import normal_matrices
 from bakeoff.models.ngrams import NGrams, check_ngrams
@@ -177,6 +184,7 @@ class Attention(StartsAnew):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
+        check_no_recomputing(cache)
         if self.short is not None:
             place = f"inputs {self.layer}"
             x, inputs = short_conv(x, self.short, state=None if cache is None else cache.inputs.get(place))

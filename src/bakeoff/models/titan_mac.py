@@ -192,15 +192,17 @@ class Block(nn.Module):
         at: int | Tensor,
         cos: Tensor,
         sin: Tensor,
-        past: Past,
+        past: Past | None,
         drops: bool,
     ) -> tuple[Tensor, Tensor]:
-        """`at` is the first position's in its segment; of a settled step, how many positions were before."""
+        """`at` is the first position's in its segment; of a settled step, how many positions were before. No
+        `past`: whole rows."""
         if residual is None:  # the first layer: nothing to add yet
             h, residual = self.mixer_norm(x), x
         else:
             h, residual = self.mixer_norm(x, residual)
         if isinstance(at, Tensor):
+            assert past is not None
             x = self.mixer.step(h, at, cos, sin, past)
         else:
             x = F.dropout(self.mixer(h, at, cos, sin, past), self.dropout, drops)
@@ -286,7 +288,7 @@ class TitanMAC(Generates, HasRotaryTables, StartsAnew):
         at: int | Tensor = cache.length % self.config.segment if cache is not None else 0
         if cache is not None and cache.at is not None:
             at = cache.at
-        layers = cache.layers if cache is not None else [Past() for _ in self.blocks]
+        layers = cache.layers if cache is not None else [None] * len(self.blocks)
         drops = self.training and cache is None  # decoding never drops
         x, residual = self.embed(ids.long()), None
         for block, past in zip(self.blocks, layers, strict=True):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bakeoff.models.checks import check_no_recomputing
 from bakeoff.nn import NeuralMemory, NeuralMemoryState
 from bakeoff.nn.initial import StartsAnew, fill
 from bakeoff.nn.memory_state import outliving
@@ -64,6 +65,12 @@ class Past:
         if self.before is not None:
             w1, b1, w2, b2 = (state[f"before {i}"] for i in range(4))
             self.before = w1, b1, w2, b2
+
+    @classmethod
+    def behind(cls, past: "Past | None") -> "Past":
+        """`past`, or the empty one of whole rows, which each layer has for itself."""
+        check_no_recomputing(past)
+        return cls() if past is None else past
 
     def detach(self) -> None:
         """Cuts the way of gradients into earlier pieces."""
@@ -153,8 +160,9 @@ class AsContext(StartsAnew):
         if self.memory is not None and self.ask is not None:
             fill(self.ask.linear.weight, self.memory.qkv.linear.weight.chunk(3)[0])
 
-    def forward(self, x: Tensor, at: int, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
+    def forward(self, x: Tensor, at: int, cos: Tensor, sin: Tensor, past: Past | None) -> Tensor:
         """x [B, T, D], the first at position `at` of a segment; cos, sin [S, E/2]; returns [B, T, D]."""
+        past = Past.behind(past)
         q, asked = self.q(x), None
         if self.ask is not None:
             asked, past.asked = self.ask(x, past.asked)
@@ -257,8 +265,9 @@ class AsGate(StartsAnew):
         """Small persistent keys and values."""
         _first_persistent(self.persistent)
 
-    def forward(self, x: Tensor, at: int, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
+    def forward(self, x: Tensor, at: int, cos: Tensor, sin: Tensor, past: Past | None) -> Tensor:
         """x [B, T, D], the first at position `at` of a segment; cos, sin [2 S, E/2]; returns [B, T, D]."""
+        past = Past.behind(past)
         qkv, S = self.qkv(x).unflatten(-1, (3, -1, self.config.head_dim)), self.config.segment
         pieces, begin = [], 0
         while begin < x.shape[1]:
@@ -344,9 +353,10 @@ class Alone(nn.Module):
         self.gate = nn.Linear(config.d_model, config.d_model, bias=False)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
-    def forward(self, x: Tensor, at: int | Tensor, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
+    def forward(self, x: Tensor, at: int | Tensor, cos: Tensor, sin: Tensor, past: Past | None) -> Tensor:
         """x [B, T, D]; the other arguments are for the other variants; returns [B, T, D]."""
         del at, cos, sin
+        past = Past.behind(past)
         assert self.memory is not None
         y, past.memory = self.memory(x, past.memory)
         gate = self.gate(x)
