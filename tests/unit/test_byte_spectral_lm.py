@@ -333,7 +333,7 @@ def test_bad_input_names_the_fix() -> None:
         ByteSpectralLM(SMALL)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no symbols"):
         model(ids[:0])
-    with pytest.raises(ValueError, match=r"targets have shape \(2, 4\), expected \(2, 5\)"):
+    with pytest.raises(ValueError, match=r"targets have shape \(2, 4\), ids \(2, 5\): make them equal"):
         model(ids, ids[:, :4])
     with pytest.raises(ValueError, match="longer than max_seq_len=24"):
         perturbed(torch.float32, attention_every=2)(torch.randint(256, (1, 25)))

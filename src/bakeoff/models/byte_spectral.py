@@ -29,6 +29,8 @@ from bakeoff.models.checks import (
     check_kind,
     check_no_recomputing,
     check_symbols,
+    check_targets,
+    check_values,
 )
 from bakeoff.models.generation import Generates
 from bakeoff.models.initial import normal_matrices
@@ -379,7 +381,8 @@ class ByteSpectralLM(Generates, HasRotaryTables, StartsAnew):
 
         Args:
             ids: [B, T] bytes, uint8, int32 or int64, T >= 1, at most config.max_seq_len with attention or as
-                an encoder. Their values are not checked, which would wait for the device.
+                an encoder. On a GPU their
+                values are not checked, which would wait for it.
             targets: [B, T] next bytes, or of an encoder [B] classes; -100 where none counts.
             return_logits: give logits beside the loss, too.
 
@@ -388,17 +391,12 @@ class ByteSpectralLM(Generates, HasRotaryTables, StartsAnew):
             mean cross entropy in nats, a float32 scalar (float64 in a float64 model), or None.
 
         Raises:
-            TypeError: ids or targets of another dtype. ValueError: another shape, or T too long.
+            TypeError: ids or targets of another dtype. ValueError: another shape or device, or T too long.
+            IndexError: on the CPU, a value that is no symbol.
         """
         self._check(ids)
         if targets is not None:
-            check_symbols("targets", targets)
-            wanted = ids.shape[:1] if self.config.bidirectional else ids.shape
-            if targets.shape != wanted:
-                raise ValueError(
-                    f"targets have shape {tuple(targets.shape)}, expected {tuple(wanted)} for ids "
-                    f"{tuple(ids.shape)}"
-                )
+            self._check_targets(targets, ids)
         logits = self._logits(ids, None)
         if targets is None:
             return logits, None
@@ -421,12 +419,24 @@ class ByteSpectralLM(Generates, HasRotaryTables, StartsAnew):
         cache.attention.length = cache.length
         return logits
 
+    def _check_targets(self, targets: Tensor, ids: Tensor) -> None:
+        if not self.config.bidirectional:
+            check_targets(targets, ids, self.config.vocab)
+            return
+        check_symbols("targets", targets)
+        if targets.shape != ids.shape[:1]:
+            raise ValueError(
+                f"targets have shape {tuple(targets.shape)}, expected {tuple(ids.shape[:1])} for ids "
+                f"{tuple(ids.shape)}"
+            )
+        check_values("targets", targets, ids.device, self.config.classes, ignored=-100)
+
     def _check_causal(self) -> None:
         if self.config.bidirectional:
             raise ValueError("an encoder sees whole rows and can't decode: use bidirectional=False")
 
     def _check(self, ids: Tensor, held: int = 0) -> None:
-        check_ids("ids", ids)
+        check_ids("ids", ids, self.cos.device, self.config.vocab)
         length, limit = held + ids.shape[1], self.config.max_seq_len
         if length > limit and (self.config.attention_every or self.config.bidirectional):
             raise ValueError(

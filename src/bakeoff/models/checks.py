@@ -8,15 +8,20 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from bakeoff.select.choose.hot import transformed
+
 __all__ = [
     "check_cache",
     "check_capacity",
+    "check_device",
     "check_fields",
     "check_ids",
     "check_kind",
     "check_no_recomputing",
     "check_sampling",
     "check_symbols",
+    "check_targets",
+    "check_values",
 ]
 
 
@@ -56,13 +61,47 @@ def check_symbols(name: str, symbols: object) -> None:
         raise TypeError(f"{name} are {symbols.dtype}, expected uint8, int32 or int64: call {name}.long()")
 
 
-def check_ids(name: str, ids: Tensor) -> None:
-    """Raises unless `ids` is a non-empty [B, T] tensor of symbols."""
+def check_ids(name: str, ids: Tensor, device: torch.device, vocab: int) -> None:
+    """Raises unless `ids` is a non-empty [B, T] tensor of symbols of a model on this device."""
     check_symbols(name, ids)
     if ids.ndim != 2:
         raise ValueError(f"{name} have shape {tuple(ids.shape)}, expected [B, T]; one row is {name}[None]")
     if ids.numel() == 0:
         raise ValueError(f"{name} have shape {tuple(ids.shape)}, no symbols: give at least one row of one")
+    check_values(name, ids, device, vocab)
+
+
+def check_targets(targets: Tensor, ids: Tensor, vocab: int) -> None:
+    """Raises unless `targets` are next symbols for `ids`."""
+    check_symbols("targets", targets)
+    if targets.shape != ids.shape:
+        raise ValueError(
+            f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: make them equal"
+        )
+    check_values("targets", targets, ids.device, vocab, ignored=-100)
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raises ValueError unless the tensor is on `device`."""
+    if tensor.device != device:
+        raise ValueError(f"{name} are on {tensor.device}, the model on {device}: call {name}.to('{device}')")
+
+
+def check_values(
+    name: str, symbols: Tensor, device: torch.device, count: int, ignored: int | None = None
+) -> None:
+    """Raises ValueError unless the symbols are on `device`, and on the CPU IndexError unless they are 0 to
+    count - 1 or `ignored`: another device would have to be waited for."""
+    check_device(name, symbols, device)
+    unseen = is_compiling() or transformed() or type(symbols) is not Tensor
+    if symbols.device.type != "cpu" or unseen or (symbols.dtype == torch.uint8 and count > 255):
+        return
+    wrong = symbols[(symbols < 0) | (symbols >= count)]
+    if ignored is not None:
+        wrong = wrong[wrong != ignored]
+    if len(wrong):
+        besides = "" if ignored is None else f", or {ignored} where none counts"
+        raise IndexError(f"{name} hold {wrong[0].item()}: this model takes 0 to {count - 1}{besides}")
 
 
 def check_capacity(capacity: int | None) -> None:
@@ -76,13 +115,19 @@ def check_capacity(capacity: int | None) -> None:
 
 def check_cache(cache: Any, config: msgspec.Struct, ids: Tensor) -> None:
     """Raises ValueError unless `cache` is for such a model, has room for `ids`, and is empty or of as many
-    rows; a settled one takes one symbol a row."""
+    rows on this device; a settled one takes one symbol a row."""
     if cache.config is not config and cache.config != config:
         raise ValueError("cache was made for another model: use Cache(model.config)")
     if cache.rows not in (None, ids.shape[0]):
         raise ValueError(
             f"ids have {ids.shape[0]} rows, the cache {cache.rows}: decode the same rows, or begin with a "
             f"new Cache(model.config)"
+        )
+    held = cache.at if cache.at is not None or cache.rows is None else next(cache.held())
+    if held is not None and held.device != ids.device:
+        raise ValueError(
+            f"the cache is on {held.device}, ids and model on {ids.device}: begin with a new "
+            f"Cache(model.config), as it doesn't move with the model"
         )
     if cache.at is not None and ids.shape[1] != 1:
         raise ValueError(

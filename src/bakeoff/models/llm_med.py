@@ -25,6 +25,7 @@ from bakeoff.models.checks import (
     check_ids,
     check_kind,
     check_no_recomputing,
+    check_targets,
 )
 from bakeoff.models.generation import Generates
 from bakeoff.models.initial import normal_matrices
@@ -255,8 +256,8 @@ class LLMMed(Generates, HasRotaryTables, StartsAnew):
         """(logits, loss) of whole rows.
 
         Args:
-            ids: [B, T] symbols, uint8, int32 or int64, 1 <= T <= config.max_seq_len. Their values are not
-                checked, which would wait for the device.
+            ids: [B, T] symbols, uint8, int32 or int64, 1 <= T <= config.max_seq_len. On a GPU their values
+                are not checked, which would wait for it.
             targets: [B, T] next symbols, -100 where none counts. Without them the loss is None.
             return_logits: give logits beside the loss, too.
 
@@ -265,15 +266,12 @@ class LLMMed(Generates, HasRotaryTables, StartsAnew):
             float32 scalar (float64 in a float64 model), or None.
 
         Raises:
-            TypeError: ids or targets of another dtype. ValueError: another shape, or T too long.
+            TypeError: ids or targets of another dtype. ValueError: another shape or device, or T too long.
+            IndexError: on the CPU, a value that is no symbol.
         """
         self._check(ids)
         if targets is not None:
-            check_ids("targets", targets)
-            if targets.shape != ids.shape:
-                raise ValueError(
-                    f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: make them equal"
-                )
+            check_targets(targets, ids, self.config.vocab)
         logits = self._logits(ids, None)
         if targets is None:
             return logits, None
@@ -293,7 +291,7 @@ class LLMMed(Generates, HasRotaryTables, StartsAnew):
         return logits
 
     def _check(self, ids: Tensor, held: int = 0) -> None:
-        check_ids("ids", ids)
+        check_ids("ids", ids, self.cos.device, self.config.vocab)
         length, limit = held + ids.shape[1], self.config.max_seq_len
         if length > limit:
             raise ValueError(

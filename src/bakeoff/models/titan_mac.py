@@ -21,7 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.caching import DecodeCache
-from bakeoff.models.checks import check_cache, check_capacity, check_fields, check_ids, check_kind
+from bakeoff.models.checks import (
+    check_cache,
+    check_capacity,
+    check_fields,
+    check_ids,
+    check_kind,
+    check_targets,
+)
 from bakeoff.models.generation import Generates
 from bakeoff.models.initial import normal_matrices
 from bakeoff.models.titan_mixers import MIXERS, Past
@@ -161,7 +168,8 @@ class Cache(DecodeCache):
             past.put({name: state[f"{i} {name}"] for name in past.state()})
 
     def buffers(self) -> list[Tensor]:
-        return [tensor for past in self.layers for tensor in past.ring or ()]
+        pairs = (past.ring or (past.k, past.v) for past in self.layers)
+        return [tensor for pair in pairs for tensor in pair if tensor is not None]
 
     def widen(self, model: Any, at: Tensor) -> None:
         for block, past in zip(model.blocks, self.layers, strict=True):
@@ -243,8 +251,8 @@ class TitanMAC(Generates, HasRotaryTables, StartsAnew):
         """(logits, loss) of whole rows, every one of which begins with fresh memories.
 
         Args:
-            ids: [B, T] symbols, uint8, int32 or int64, T >= 1. Their values are not checked, which would wait
-                for the device.
+            ids: [B, T] symbols, uint8, int32 or int64, T >= 1. On a GPU their
+                values are not checked, which would wait for it.
             targets: [B, T] next symbols, -100 where none counts. Without them the loss is None.
             return_logits: give logits beside the loss, too.
 
@@ -253,15 +261,12 @@ class TitanMAC(Generates, HasRotaryTables, StartsAnew):
             float32 scalar (float64 in a float64 model), or None.
 
         Raises:
-            TypeError: ids or targets of another dtype. ValueError: another shape.
+            TypeError: ids or targets of another dtype. ValueError: another shape or device. IndexError: on
+                the CPU, a value that is no symbol.
         """
-        check_ids("ids", ids)
+        check_ids("ids", ids, self.cos.device, self.config.vocab)
         if targets is not None:
-            check_ids("targets", targets)
-            if targets.shape != ids.shape:
-                raise ValueError(
-                    f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: make them equal"
-                )
+            check_targets(targets, ids, self.config.vocab)
         logits = self._logits(ids, None)
         if targets is None:
             return logits, None
@@ -276,7 +281,7 @@ class TitanMAC(Generates, HasRotaryTables, StartsAnew):
         memories alone.
         """
         check_kind("cache", cache, Cache)
-        check_ids("ids", ids)
+        check_ids("ids", ids, self.cos.device, self.config.vocab)
         check_cache(cache, self.config, ids)
         with cache.step():
             logits = self._logits(ids, cache)

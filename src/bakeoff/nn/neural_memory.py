@@ -113,8 +113,9 @@ class NeuralMemory(StartsAnew):
     pieces that each go on with the state of the one before, give the same y. The memory learns under no_grad
     and inference_mode, too.
 
-    Raises ValueError for settings outside these ranges, x of another shape, a state of another configuration
-    or another number of rows.
+    Raises ValueError for settings outside these ranges, x of another shape or device, a state of another
+    configuration, device or number of rows; TypeError for x of another dtype than the parameters', but under
+    autocast.
 
     Source: Behrouz et al. 2024, Titans: Learning to Memorize at Test Time, sections 3.1 and 4.4.
 
@@ -198,7 +199,9 @@ class NeuralMemory(StartsAnew):
         Nothing waits for the device. Where the state is within a chunk, a reset row's first chunk is what is
         left of that.
         """
-        self._check_state(state, rows.shape[0])
+        if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.ndim != 1:
+            raise TypeError("rows must be a bool tensor [B], true where a row begins anew")
+        self._check_state(state, rows.shape[0], rows.device)
         groups = rows.repeat_interleave(self.heads, output_size=rows.shape[0] * self.heads)
         fresh, tensors = self.start(state.conv).tensors(), state.tensors()
         for name, old in tensors.items():
@@ -216,10 +219,17 @@ class NeuralMemory(StartsAnew):
         """(y [B, T, D], the state after x) of x [B, T, D], which goes on from `state`."""
         if x.ndim != 3 or x.shape[-1] != self.dim or not x.numel():
             raise ValueError(f"x has shape {tuple(x.shape)}, expected [B, T, {self.dim}], at least one token")
+        weight = self.qkv.linear.weight
+        if x.device != weight.device:
+            raise ValueError(
+                f"x is on {x.device}, the parameters on {weight.device}: move one with .to(device)"
+            )
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"x is {x.dtype}, the parameters are {weight.dtype}: cast one with .to(dtype)")
         if state is None:
             state = self.start(x)
         else:
-            self._check_state(state, x.shape[0])
+            self._check_state(state, x.shape[0], x.device)
         qkv, conv = self.qkv(x, state.conv)
         qk = of_length(LENGTH, qkv[..., : 2 * self.dim], 2 * self.heads)
         q, k = _grouped(qk[:, :, : self.heads]), _grouped(qk[:, :, self.heads :])
@@ -260,7 +270,7 @@ class NeuralMemory(StartsAnew):
         out: Tensor = self.norm(y).flatten(2)
         return out
 
-    def _check_state(self, state: NeuralMemoryState, rows: int) -> None:
+    def _check_state(self, state: NeuralMemoryState, rows: int, device: torch.device) -> None:
         if not isinstance(state, NeuralMemoryState):
             raise TypeError(f"state must be a NeuralMemoryState, got {type(state).__name__}")
         if state.config != self.config:
@@ -271,6 +281,10 @@ class NeuralMemory(StartsAnew):
         if state.rows != rows:
             raise ValueError(
                 f"x has {rows} rows, the state {state.rows}: carry on the same rows, or begin with state=None"
+            )
+        if state.conv.device != device:
+            raise ValueError(
+                f"the state is on {state.conv.device}, expected {device}: call state.to('{device}')"
             )
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from bakeoff.models.checks import check_kind, check_symbols
+from bakeoff.models.checks import check_device, check_kind, check_symbols, check_values
 from bakeoff.models.longnet.blocks import LongNet, cross_entropy
 from bakeoff.models.longnet.shape import Shape, check_sizes
 from bakeoff.token_order import TokenOrder, permute, token_order
@@ -179,9 +179,13 @@ class ImageLongNet(LongNet):
         want = (config.shape) if config.symbols else (config.channels, *config.shape)
         if images.ndim != 1 + len(want) or images.shape[1:] != want or not images.shape[0]:
             raise ValueError(f"images have shape {tuple(images.shape)}, expected [B, *{want}], B at least 1")
+        check_device("images", images, self.cos.device)
+        if config.symbols:
+            check_values("images", images, images.device, config.symbols)
         if targets is None:
             return
         check_symbols("targets", targets)
         labelled = (images.shape[0], *(config.grid if config.labels == "cell" else ()))
         if targets.shape != labelled:
             raise ValueError(f"targets have shape {tuple(targets.shape)}, expected {labelled}")
+        check_values("targets", targets, images.device, config.classes, ignored=-100)
