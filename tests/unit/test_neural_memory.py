@@ -434,3 +434,40 @@ def test_in_16_bits_it_is_near_the_same_in_float32(dtype: torch.dtype) -> None:
     for other in (cast, rounded):
         assert {tensor.dtype for name, tensor in other.tensors().items() if name != "conv"} == {torch.float32}
         torch.testing.assert_close(other.memory[2], state.memory[2], rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("form", [{}, {"learns": "last"}], ids=["all", "last"])
+def test_states_made_under_inference_mode_are_trained_on(form: dict[str, Any]) -> None:
+    memory, x = perturbed(**form), tokens(2)
+    with torch.inference_mode():
+        begun = memory.start(x)
+        again = memory.reset(begun, torch.tensor([True, False]))
+    for state in (begun, again):
+        y, _ = memory(x, state)
+        y.sum().backward()
+        torch.testing.assert_close(y, memory(x)[0])
+
+
+def test_a_state_of_parameters_of_another_dtype_is_refused() -> None:
+    for form in ({}, {"learns": "last"}):
+        memory = perturbed(**form)
+        _, state = memory(tokens(2))
+        with pytest.raises(TypeError, match=r"the state is torch.float64, .* is torch.float32: begin with"):
+            memory.float()(tokens(2).float(), state)
+        _, state = memory(tokens(2).float())
+        memory.bfloat16()(tokens(2).bfloat16(), state)  # which is in float32, too
+
+
+@pytest.mark.parametrize("form", [{}, {"learns": "last", "read": "chunk"}], ids=["all", "last"])
+def test_transforms_and_export_see_what_a_state_holds(form: dict[str, Any]) -> None:
+    memory, x = perturbed(**form), tokens(2)
+    whole, _ = memory(x)
+    first, state = torch.func.vmap(lambda row: memory(row[None, :6]))(x)
+    assert isinstance(state, NeuralMemoryState)
+    rest, _ = torch.func.vmap(lambda row, held: memory(row[None, 6:], held))(x, state)
+    torch.testing.assert_close(torch.cat([first, rest], dim=2)[:, 0], whole, rtol=1e-9, atol=1e-9)
+    _, state = memory(x[:, :6])
+    program = torch.export.export(memory, (x[:, 6:], state)).module()
+    rest, after = program(x[:, 6:], state)
+    torch.testing.assert_close(rest, whole[:, 6:], rtol=1e-9, atol=1e-9)
+    assert after.scan.filled == 3

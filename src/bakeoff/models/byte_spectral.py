@@ -38,6 +38,7 @@ from bakeoff.models.ngrams import NGrams, check_ngrams
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
 from bakeoff.nn.filters import MinimumPhase, Past, Poles, Taps, WholeRow
 from bakeoff.nn.initial import StartsAnew, fill
+from bakeoff.nn.memory_state import outliving
 from bakeoff.ops import byte_spectral, short_conv
 
 __all__ = ["SIZES", "ByteSpectralLM", "Cache", "Config"]
@@ -265,7 +266,7 @@ class Mixer(StartsAnew):
         taps = self.short.flip(1) if past is None else past.once(place, lambda: self.short.flip(1))
         mixed, held = short_conv(x, taps, state=held)  # which takes the present input's tap last
         if past is not None:
-            past.kept[place] = held
+            past.kept[place] = outliving(held)
         qkv = self.qkv(mixed)
         if self.filter is not None:
             q, k, v = qkv.chunk(3, dim=-1)

@@ -32,6 +32,7 @@ from bakeoff.models.initial import normal_matrices
 from bakeoff.models.ngrams import NGrams, check_ngrams
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
 from bakeoff.nn.initial import StartsAnew, fill
+from bakeoff.nn.memory_state import outliving
 from bakeoff.ops import short_conv
 
 __all__ = ["SIZES", "Cache", "Config", "LLMMed"]
@@ -190,7 +191,7 @@ class Attention(StartsAnew):
             place = f"inputs {self.layer}"
             x, inputs = short_conv(x, self.short, state=None if cache is None else cache.inputs.get(place))
             if cache is not None:
-                cache.inputs[place] = inputs
+                cache.inputs[place] = outliving(inputs)
         qkv = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
         held = None if cache is None else cache.attention
         out: Tensor = self.out(attend(qkv, self.kv_heads, cos, sin, held, self.layer, self.norm))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.nn.initial import fill
+from bakeoff.nn.memory_state import outliving
 from bakeoff.ops import long_conv, pole_scan, spectral_filter
 
 __all__ = ["MinimumPhase", "Past", "Poles", "Taps", "WholeRow"]
@@ -98,7 +99,7 @@ class Poles(nn.Module):
         radius = -_rate(self.decay) if past is None else past.once(place, lambda: -_rate(self.decay))
         y, state = pole_scan(u, radius, _wide(self.theta), coef, state=state)
         if past is not None:
-            past.kept[place] = state
+            past.kept[place] = outliving(state)
         return q * (y + self.skip.to(u.dtype) * u)
 
 

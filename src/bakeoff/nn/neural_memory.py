@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bakeoff.nn.initial import StartsAnew, fill
 from bakeoff.nn.last_layer import last_layer_stream
-from bakeoff.nn.memory_state import NeuralMemoryState, outliving
+from bakeoff.nn.memory_state import NeuralMemoryState
 from bakeoff.nn.norm import RMSNorm
 from bakeoff.ops.memory_scan import Memory, MemoryState, memory_stream
 from bakeoff.ops.rms_norm import rms_norm
@@ -115,7 +115,7 @@ class NeuralMemory(StartsAnew):
 
     Raises ValueError for settings outside these ranges, x of another shape or device, a state of another
     configuration, device or number of rows; TypeError for x of another dtype than the parameters', but under
-    autocast.
+    autocast, or a state of parameters of another dtype.
 
     Source: Behrouz et al. 2024, Titans: Learning to Memorize at Test Time, sections 3.1 and 4.4.
 
@@ -191,7 +191,7 @@ class NeuralMemory(StartsAnew):
         memory = w1, b1, w2, b2
         at_rest = torch.zeros_like(w1), torch.zeros_like(b1), torch.zeros_like(w2), torch.zeros_like(b2)
         conv = x.new_zeros(x.shape[0], _TAPS - 1, 3 * self.dim)
-        return NeuralMemoryState(self.config, MemoryState(memory, at_rest, memory), conv)
+        return NeuralMemoryState(self.config, MemoryState(memory, at_rest, memory), conv).outliving()
 
     def reset(self, state: NeuralMemoryState, rows: Tensor) -> NeuralMemoryState:
         """`state` with the rows chosen by the bool tensor rows [B] as before their first token.
@@ -207,7 +207,7 @@ class NeuralMemory(StartsAnew):
         for name, old in tensors.items():
             chosen = (rows if name == "conv" else groups).view(-1, *[1] * (old.ndim - 1))
             tensors[name] = torch.where(chosen, fresh[name].to(old.dtype), old)
-        return state.of(tensors)
+        return state.of(tensors).outliving()
 
     def recall(self, q: Tensor, memory: Memory) -> Tensor:
         """norm(M(q)) [B, T, D] of q [B, T, h, E] from memories that stay as they are."""
@@ -235,9 +235,7 @@ class NeuralMemory(StartsAnew):
         q, k = _grouped(qk[:, :, : self.heads]), _grouped(qk[:, :, self.heads :])
         v = _grouped(of_length(_VALUE, qkv[..., 2 * self.dim :], self.heads))
         y, scan = self.stream(q, k, v, *self._gates(x, k), state.scan, chunk=self.chunk, read=self.read)
-        after = NeuralMemoryState(self.config, scan, conv)
-        kept = {name: outliving(tensor) for name, tensor in after.tensors().items()}
-        return self._normed(y, x.shape[0]), after.of(kept)
+        return self._normed(y, x.shape[0]), NeuralMemoryState(self.config, scan, conv).outliving()
 
     def _gates(self, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Learning rate, decay of the momentum and share forgotten of x [B, T, D] with keys k [G, T, E], each
@@ -281,6 +279,12 @@ class NeuralMemory(StartsAnew):
         if state.rows != rows:
             raise ValueError(
                 f"x has {rows} rows, the state {state.rows}: carry on the same rows, or begin with state=None"
+            )
+        wide = torch.promote_types(self.w1.dtype, torch.float32)
+        if state.memory[0].dtype != wide:
+            raise TypeError(
+                f"the state is {state.memory[0].dtype}, that of these parameters is {wide}: begin with "
+                "state=None"
             )
         if state.conv.device != device:
             raise ValueError(
