@@ -162,7 +162,7 @@ def test_selection_reads_decisions_where_the_case_is_its_bucket(
         Cell(exact(rms_norm), Case(odd.without_grad().args, "cpu", rounded), "forward"),
     ]
     for module in (contests, regret):
-        monkeypatch.setattr(module, "cells", lambda op, device, text="": grid)
+        monkeypatch.setattr(module, "cells", lambda op, device, text="", direction=None: grid)
     contests.run_ops([rms_norm], "cpu", tmp_path / "ops.json")
     worker.held.clear()
     out = tmp_path / "selection.json"

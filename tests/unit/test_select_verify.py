@@ -116,8 +116,17 @@ def test_a_candidate_whose_counter_advances_passes() -> None:
 
 
 def test_right_while_verified_and_wrong_when_timed() -> None:
-    reason = trial(held(zoo.op(zoo.turning_wrong(after=17)), zoo.case()), "turning").rejected
+    reason = trial(held(zoo.op(zoo.turning_wrong(after=18)), zoo.case()), "turning").rejected
     assert str(reason).startswith("after turning had been timed: output is wrong")
+
+
+def test_compilers_meet_a_candidate_in_plain_memory() -> None:
+    """What they try out and throw away would be kept as long as memory is poisoned."""
+    modes: list[int] = []
+    looks = zoo.product(lambda *_: modes.append(torch._C._len_torch_dispatch_stack()))
+    verdict = held(zoo.op(Candidate("looks", looks)), zoo.case())
+    assert trial(verdict, "looks").rejected is None
+    assert modes[:2] == [0, 1]
 
 
 def test_an_output_may_share_an_inputs_memory_only_where_plain_pytorch_does() -> None:
