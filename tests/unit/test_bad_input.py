@@ -48,13 +48,18 @@ def test_what_lies_on_another_device(name: str) -> None:
         model.stream(away, 3)
     with refuses(ValueError, "prompt[0] are on meta, the model on cpu"):
         model.generate([*away], 3)
+    empty = models.build(CONFIGS[name]).to("meta")
+    with refuses(
+        ValueError, "without data: call model.to_empty(device='cpu'), then model.reset_parameters()"
+    ):
+        empty(ids)
     for settled in (False, True):
         cache = model.make_cache()
         model.decode(ids, cache)
         if settled:
             cache.settle(model)
         with refuses(ValueError, "the cache is on cpu, ids and model on meta: begin with a new Cache"):
-            models.build(CONFIGS[name]).to("meta").decode(away[:, :1], cache)
+            empty.decode(away[:, :1], cache)
 
 
 @EVERY

@@ -83,6 +83,11 @@ def check_targets(targets: Tensor, ids: Tensor, vocab: int) -> None:
 
 def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     """Raises ValueError unless the tensor is on `device`."""
+    if device.type == "meta" and tensor.device != device:
+        raise ValueError(
+            f"{name} are on {tensor.device}, and the model is on the meta device, without data: call "
+            f"model.to_empty(device='{tensor.device}'), then model.reset_parameters() or load_state_dict"
+        )
     if tensor.device != device:
         raise ValueError(f"{name} are on {tensor.device}, the model on {device}: call {name}.to('{device}')")
 

@@ -106,7 +106,8 @@ class NeuralMemory(StartsAnew):
         decay, forget: what these gates begin with, in (0, 1).
         momentum: False sets decay = 0: S_t = -lr_t u_t.
         per_token: False makes the gates learned constants of a head.
-        ascent: turns the sign of the inner gradient (an ablation).
+        ascent: turns the sign of the inner gradient (an ablation); errors then grow, and where heads are
+            narrow and rows long, without end.
         learns: "all" of the memory or its "last" layer alone, the first being an ordinary parameter then.
 
     `forward(x, state=None)` takes x [B, T, D] of any T >= 1 and returns (y [B, T, D], state): whole rows, or
