@@ -63,6 +63,18 @@ def test_what_lies_on_another_device(name: str) -> None:
 
 
 @EVERY
+def test_parameters_of_one_model_in_another_without_data(name: str) -> None:
+    """As for ensembles; where positions are tables, buffers are given, too."""
+    model, ids = model_of(name)
+    empty = models.build(CONFIGS[name]).to("meta")
+    given = dict(model.named_parameters())
+    tables = dict(model.named_buffers())
+    assert torch.equal(torch.func.functional_call(empty, {**given, **tables}, (ids,))[0], model(ids)[0])
+    if name in ("lmm", "poles"):
+        assert torch.equal(torch.func.functional_call(empty, given, (ids,))[0], model(ids)[0])
+
+
+@EVERY
 def test_values_that_are_no_symbols(name: str) -> None:
     model, ids = model_of(name)
     last = model.config.vocab - 1

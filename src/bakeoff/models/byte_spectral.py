@@ -430,14 +430,14 @@ class ByteSpectralLM(Generates, HasRotaryTables, StartsAnew):
                 f"targets have shape {tuple(targets.shape)}, expected {tuple(ids.shape[:1])} for ids "
                 f"{tuple(ids.shape)}"
             )
-        check_values("targets", targets, ids.device, self.config.classes, ignored=-100)
+        check_values("targets", targets, (ids.device,), self.config.classes, ignored=-100)
 
     def _check_causal(self) -> None:
         if self.config.bidirectional:
             raise ValueError("an encoder sees whole rows and can't decode: use bidirectional=False")
 
     def _check(self, ids: Tensor, held: int = 0) -> None:
-        check_ids("ids", ids, self.cos.device, self.config.vocab)
+        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
         length, limit = held + ids.shape[1], self.config.max_seq_len
         if length > limit and (self.config.attention_every or self.config.bidirectional):
             raise ValueError(

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 from bakeoff.select.choose.hot import transformed
 
 __all__ = [
+    "Devices",
     "check_cache",
     "check_capacity",
     "check_device",
@@ -23,6 +24,11 @@ __all__ = [
     "check_targets",
     "check_values",
 ]
+
+
+Devices = tuple[torch.device, ...]
+"""Of a model: that of its tables, and of its embedding, which may be elsewhere (functional_call of a model
+without data; shards that rest on the CPU)."""
 
 
 def check_fields(config: msgspec.Struct) -> None:
@@ -61,14 +67,14 @@ def check_symbols(name: str, symbols: object) -> None:
         raise TypeError(f"{name} are {symbols.dtype}, expected uint8, int32 or int64: call {name}.long()")
 
 
-def check_ids(name: str, ids: Tensor, device: torch.device, vocab: int) -> None:
-    """Raises unless `ids` is a non-empty [B, T] tensor of symbols of a model on this device."""
+def check_ids(name: str, ids: Tensor, devices: Devices, vocab: int) -> None:
+    """Raises unless `ids` is a non-empty [B, T] tensor of symbols on one of these devices."""
     check_symbols(name, ids)
     if ids.ndim != 2:
         raise ValueError(f"{name} have shape {tuple(ids.shape)}, expected [B, T]; one row is {name}[None]")
     if ids.numel() == 0:
         raise ValueError(f"{name} have shape {tuple(ids.shape)}, no symbols: give at least one row of one")
-    check_values(name, ids, device, vocab)
+    check_values(name, ids, devices, vocab)
 
 
 def check_targets(targets: Tensor, ids: Tensor, vocab: int) -> None:
@@ -78,26 +84,28 @@ def check_targets(targets: Tensor, ids: Tensor, vocab: int) -> None:
         raise ValueError(
             f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: make them equal"
         )
-    check_values("targets", targets, ids.device, vocab, ignored=-100)
+    check_values("targets", targets, (ids.device,), vocab, ignored=-100)
 
 
-def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Raises ValueError unless the tensor is on `device`."""
-    if device.type == "meta" and tensor.device != device:
+def check_device(name: str, tensor: Tensor, devices: Devices) -> None:
+    """Raises ValueError unless the tensor is on one of a model's devices, the first of which is named."""
+    if tensor.device in devices:
+        return
+    device = devices[0]
+    if device.type == "meta":
         raise ValueError(
             f"{name} are on {tensor.device}, and the model is on the meta device, without data: call "
             f"model.to_empty(device='{tensor.device}'), then model.reset_parameters() or load_state_dict"
         )
-    if tensor.device != device:
-        raise ValueError(f"{name} are on {tensor.device}, the model on {device}: call {name}.to('{device}')")
+    raise ValueError(f"{name} are on {tensor.device}, the model on {device}: call {name}.to('{device}')")
 
 
 def check_values(
-    name: str, symbols: Tensor, device: torch.device, count: int, ignored: int | None = None
+    name: str, symbols: Tensor, devices: Devices, count: int, ignored: int | None = None
 ) -> None:
-    """Raises ValueError unless the symbols are on `device`, and on the CPU IndexError unless they are 0 to
-    count - 1 or `ignored`: another device would have to be waited for."""
-    check_device(name, symbols, device)
+    """Raises ValueError unless the symbols are on one of the devices, and on the CPU IndexError unless they
+    are 0 to count - 1 or `ignored`: another device would have to be waited for."""
+    check_device(name, symbols, devices)
     unseen = is_compiling() or transformed() or type(symbols) is not Tensor
     if symbols.device.type != "cpu" or unseen or (symbols.dtype == torch.uint8 and count > 255):
         return

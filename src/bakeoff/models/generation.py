@@ -18,7 +18,7 @@ from torch import Tensor
 from bakeoff.device import on
 from bakeoff.graphs import NotCapturable, capture_step
 from bakeoff.models.caching import DecodeCache
-from bakeoff.models.checks import check_ids, check_sampling, check_symbols, check_values
+from bakeoff.models.checks import Devices, check_ids, check_sampling, check_symbols, check_values
 from bakeoff.select import using
 
 __all__ = ["Generates", "Sampling", "sample"]
@@ -140,13 +140,13 @@ class Generates:
         if seed is not None:
             if generator is not None:
                 raise ValueError("give seed or generator, not both")
-            device, _ = self._takes()
+            (device,), _ = self._takes()
             generator = torch.Generator(device).manual_seed(seed)
         return Draw(temperature, top_k, top_p, generator, capture)
 
-    def _takes(self) -> tuple[torch.device, int]:
+    def _takes(self) -> tuple[Devices, int]:
         """The device of prompts, and how many symbols there are."""
-        return next(self.parameters()).device, self.config.vocab  # type: ignore[attr-defined]
+        return (next(self.parameters()).device,), self.config.vocab  # type: ignore[attr-defined]
 
     def _seen(self, row: Tensor) -> Tensor:
         """Of one prompt [T] what the model sees, its end."""
@@ -262,7 +262,7 @@ def _uncached_autocast(device: torch.device) -> contextlib.AbstractContextManage
     return torch.autocast(device.type, torch.get_autocast_dtype(device.type), cache_enabled=False)
 
 
-def _check_prompts(prompts: object, device: torch.device, vocab: int) -> None:
+def _check_prompts(prompts: object, devices: Devices, vocab: int) -> None:
     """Raises unless these are several rows of symbols of a model on this device."""
     if not isinstance(prompts, list | tuple):
         check_symbols("prompt", prompts)
@@ -275,7 +275,7 @@ def _check_prompts(prompts: object, device: torch.device, vocab: int) -> None:
                 f"prompt[{number}] has shape {tuple(row.shape)}, expected [T], at least one symbol; rows of "
                 f"equal length go into one tensor [B, T]"
             )
-        check_values(f"prompt[{number}]", row, device, vocab)
+        check_values(f"prompt[{number}]", row, devices, vocab)
 
 
 def sample(

@@ -292,7 +292,7 @@ class LLMMed(Generates, HasRotaryTables, StartsAnew):
         return logits
 
     def _check(self, ids: Tensor, held: int = 0) -> None:
-        check_ids("ids", ids, self.cos.device, self.config.vocab)
+        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
         length, limit = held + ids.shape[1], self.config.max_seq_len
         if length > limit:
             raise ValueError(

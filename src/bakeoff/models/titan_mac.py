@@ -264,7 +264,7 @@ class TitanMAC(Generates, HasRotaryTables, StartsAnew):
             TypeError: ids or targets of another dtype. ValueError: another shape or device. IndexError: on
                 the CPU, a value that is no symbol.
         """
-        check_ids("ids", ids, self.cos.device, self.config.vocab)
+        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
         if targets is not None:
             check_targets(targets, ids, self.config.vocab)
         logits = self._logits(ids, None)
@@ -281,7 +281,7 @@ class TitanMAC(Generates, HasRotaryTables, StartsAnew):
         memories alone.
         """
         check_kind("cache", cache, Cache)
-        check_ids("ids", ids, self.cos.device, self.config.vocab)
+        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
         check_cache(cache, self.config, ids)
         with cache.step():
             logits = self._logits(ids, cache)

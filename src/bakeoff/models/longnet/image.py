@@ -179,13 +179,13 @@ class ImageLongNet(LongNet):
         want = (config.shape) if config.symbols else (config.channels, *config.shape)
         if images.ndim != 1 + len(want) or images.shape[1:] != want or not images.shape[0]:
             raise ValueError(f"images have shape {tuple(images.shape)}, expected [B, *{want}], B at least 1")
-        check_device("images", images, self.cos.device)
+        check_device("images", images, (self.cos.device, self.embed.weight.device))
         if config.symbols:
-            check_values("images", images, images.device, config.symbols)
+            check_values("images", images, (images.device,), config.symbols)
         if targets is None:
             return
         check_symbols("targets", targets)
         labelled = (images.shape[0], *(config.grid if config.labels == "cell" else ()))
         if targets.shape != labelled:
             raise ValueError(f"targets have shape {tuple(targets.shape)}, expected {labelled}")
-        check_values("targets", targets, images.device, config.classes, ignored=-100)
+        check_values("targets", targets, (images.device,), config.classes, ignored=-100)

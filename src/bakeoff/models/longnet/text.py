@@ -103,7 +103,7 @@ class LongNetLM(Generates, LongNet):
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def _check(self, ids: Tensor, held: int = 0) -> None:
-        check_ids("ids", ids, self.cos.device, self.config.vocab)
+        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
         length, limit = held + ids.shape[1], self.config.max_seq_len
         if length > limit:
             raise ValueError(
