@@ -333,7 +333,7 @@ def test_bad_input_names_the_fix() -> None:
         ByteSpectralLM(SMALL)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no symbols"):
         model(ids[:0])
-    with pytest.raises(ValueError, match=r"targets have shape \(2, 4\), expected \(2, 5\)"):
+    with pytest.raises(ValueError, match=r"targets have shape \(2, 4\), ids \(2, 5\): make them equal"):
         model(ids, ids[:, :4])
     with pytest.raises(ValueError, match="longer than max_seq_len=24"):
         perturbed(torch.float32, attention_every=2)(torch.randint(256, (1, 25)))
@@ -343,3 +343,14 @@ def test_bad_input_names_the_fix() -> None:
 def test_attention_that_no_block_would_have_is_refused() -> None:
     with pytest.raises(ValueError, match=r"attention_every=6 is more than layers=4: no block would attend"):
         Config.sizes("small", layers=4, attention_every=6)
+
+
+@EVERY
+def test_a_cache_begun_in_inference_mode_may_be_trained_behind(changes: dict[str, object]) -> None:
+    model, ids = perturbed(**changes), torch.randint(256, (2, 12))
+    cache = model.make_cache()
+    with torch.inference_mode():
+        first = model.decode(ids[:, :7], cache)
+    rest = model.decode(ids[:, 7:], cache)
+    rest.sum().backward()
+    torch.testing.assert_close(torch.cat([first, rest], dim=1), model(ids)[0])

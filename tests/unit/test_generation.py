@@ -117,7 +117,7 @@ def test_prompts_longer_than_the_context() -> None:
         (
             [torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long, device="meta")],
             ValueError,
-            r"prompt\[1\] is on meta, prompt\[0\] on cpu: move them to one device",
+            r"prompt\[1\] are on meta, the model on cpu: call prompt\[1\].to",
         ),
     ],
 )

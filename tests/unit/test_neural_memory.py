@@ -265,6 +265,34 @@ def test_no_gate_makes_a_memory_diverge(decay: float, size: float) -> None:
     assert all(tensor.abs().max() < 10 for tensor in (*state.scan.memory, *state.scan.momentum))
 
 
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize(("width", "chunk"), [(2, 1), (2, 2), (3, 1), (4, 1), (8, 1)])
+def test_narrow_heads_of_short_chunks_stay_finite(width: int, chunk: int, momentum: bool) -> None:
+    """Few dimensions have like keys with unlike values, whose difference needs ever larger weights."""
+    torch.manual_seed(0)
+    memory = NeuralMemory(8 * width, heads=8, chunk=chunk, momentum=momentum)
+    assert memory.gates is not None
+    with torch.no_grad():
+        memory.gates.bias[:8] = 6.0
+        _, state = memory(torch.randn(16, 150, 8 * width))
+    assert all(tensor.abs().max() < 100 for tensor in state.scan.memory)
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_narrow_heads_train_on_random_rows(momentum: bool) -> None:
+    torch.manual_seed(0)
+    memory = NeuralMemory(8, heads=4, chunk=1, momentum=momentum)
+    optimizer = torch.optim.AdamW(memory.parameters(), lr=0.01)
+    for _ in range(8):
+        x = torch.randn(4, 40, 8)
+        loss = (memory(x)[0] - x.roll(1, 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert loss.isfinite()
+    assert all(parameter.isfinite().all() for parameter in memory.parameters())
+
+
 def test_a_small_error_writes_little() -> None:
     """Of a published memory a clip made small gradients large."""
     from bakeoff.ops import memory_scan
@@ -406,3 +434,40 @@ def test_in_16_bits_it_is_near_the_same_in_float32(dtype: torch.dtype) -> None:
     for other in (cast, rounded):
         assert {tensor.dtype for name, tensor in other.tensors().items() if name != "conv"} == {torch.float32}
         torch.testing.assert_close(other.memory[2], state.memory[2], rtol=0.1, atol=0.02)
+
+
+@pytest.mark.parametrize("form", [{}, {"learns": "last"}], ids=["all", "last"])
+def test_states_made_under_inference_mode_are_trained_on(form: dict[str, Any]) -> None:
+    memory, x = perturbed(**form), tokens(2)
+    with torch.inference_mode():
+        begun = memory.start(x)
+        again = memory.reset(begun, torch.tensor([True, False]))
+    for state in (begun, again):
+        y, _ = memory(x, state)
+        y.sum().backward()
+        torch.testing.assert_close(y, memory(x)[0])
+
+
+def test_a_state_of_parameters_of_another_dtype_is_refused() -> None:
+    for form in ({}, {"learns": "last"}):
+        memory = perturbed(**form)
+        _, state = memory(tokens(2))
+        with pytest.raises(TypeError, match=r"the state is torch.float64, .* is torch.float32: begin with"):
+            memory.float()(tokens(2).float(), state)
+        _, state = memory(tokens(2).float())
+        memory.bfloat16()(tokens(2).bfloat16(), state)  # which is in float32, too
+
+
+@pytest.mark.parametrize("form", [{}, {"learns": "last", "read": "chunk"}], ids=["all", "last"])
+def test_transforms_and_export_see_what_a_state_holds(form: dict[str, Any]) -> None:
+    memory, x = perturbed(**form), tokens(2)
+    whole, _ = memory(x)
+    first, state = torch.func.vmap(lambda row: memory(row[None, :6]))(x)
+    assert isinstance(state, NeuralMemoryState)
+    rest, _ = torch.func.vmap(lambda row, held: memory(row[None, 6:], held))(x, state)
+    torch.testing.assert_close(torch.cat([first, rest], dim=2)[:, 0], whole, rtol=1e-9, atol=1e-9)
+    _, state = memory(x[:, :6])
+    program = torch.export.export(memory, (x[:, 6:], state)).module()
+    rest, after = program(x[:, 6:], state)
+    torch.testing.assert_close(rest, whole[:, 6:], rtol=1e-9, atol=1e-9)
+    assert after.scan.filled == 3

@@ -27,12 +27,18 @@ from bakeoff.models.checks import (
     check_fields,
     check_ids,
     check_kind,
+    check_no_recomputing,
     check_symbols,
+    check_targets,
+    check_values,
 )
 from bakeoff.models.generation import Generates
+from bakeoff.models.initial import normal_matrices
 from bakeoff.models.ngrams import NGrams, check_ngrams
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
 from bakeoff.nn.filters import MinimumPhase, Past, Poles, Taps, WholeRow
+from bakeoff.nn.initial import StartsAnew, fill
+from bakeoff.nn.memory_state import outliving
 from bakeoff.ops import byte_spectral, short_conv
 
 __all__ = ["SIZES", "ByteSpectralLM", "Cache", "Config"]
@@ -231,7 +237,7 @@ def _filter(config: Config) -> Poles | Taps | WholeRow:
     return (Taps if config.filter == "taps" else MinimumPhase)(D, config.n_taps)
 
 
-class Mixer(nn.Module):
+class Mixer(StartsAnew):
     """out(q * (h * (k v))), or attention instead; q, k, v are projections behind a convolution of 4 taps."""
 
     def __init__(self, config: Config, layer: int) -> None:
@@ -239,23 +245,28 @@ class Mixer(nn.Module):
         D = config.d_model
         self.layer, self.head_dim = layer, config.head_dim
         self.qkv = nn.Linear(D, 3 * D, bias=False)
-        self.short = nn.Parameter(torch.zeros(D, _SHORT))
+        self.short = nn.Parameter(torch.empty(D, _SHORT))
         attends = config.attends(layer)
         self.filter = None if attends else _filter(config)
         self.norm = QKNorm(config.head_dim, config.norm_eps) if attends and config.qk_norm else None
         self.out = nn.Linear(D, D, bias=False)
-        with torch.no_grad():
-            self.short[:, 0] = 1.0  # at first x as it is
+        self.first_values()
+
+    def first_values(self) -> None:
+        """A convolution by 1: at first x as it is."""
+        now = torch.arange(_SHORT, device=self.short.device) == 0
+        fill(self.short, now.expand(self.short.shape))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
+        check_no_recomputing(cache)
         past = None if cache is None else cache.past
         place = f"{self.layer} short"
         held = None if past is None else past.kept.get(place)
         taps = self.short.flip(1) if past is None else past.once(place, lambda: self.short.flip(1))
         mixed, held = short_conv(x, taps, state=held)  # which takes the present input's tap last
         if past is not None:
-            past.kept[place] = held
+            past.kept[place] = outliving(held)
         qkv = self.qkv(mixed)
         if self.filter is not None:
             q, k, v = qkv.chunk(3, dim=-1)
@@ -299,16 +310,27 @@ class Spectrum(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.features = config.features
-        values = 0.1 * torch.randn(256, config.channels)
-        values[:, 0] += torch.arange(256) / 127.5 - 1  # a byte's plain value
+        self.table = nn.Parameter(torch.empty(256, config.channels))
+        self.window = nn.Parameter(torch.empty(config.window))
+        self.omega = nn.Parameter(torch.empty(config.bins))
+        self.weight = nn.Parameter(torch.empty(config.spectral_dim, config.d_model))
+        self.bias = nn.Parameter(torch.empty(config.d_model))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A byte's plain value, and random ones where it has more; half of a Hann window; frequencies up to
+        pi; no weight."""
+        device, W = self.table.device, len(self.window)
+        values = 0.1 * torch.randn(self.table.shape, device=device)
+        values[:, 0] += torch.arange(256, device=device) / 127.5 - 1
         values[:, 1:] *= 6.0  # about as large
-        self.table = nn.Parameter(values)
+        fill(self.table, values)
         # Of sum 1: with magnitudes that grow with the window, the first steps of its weight upset the model.
-        window = torch.hann_window(2 * config.window + 1)[config.window : -1]
-        self.window = nn.Parameter(window / window.sum())
-        self.omega = nn.Parameter(torch.linspace(0, math.pi, config.bins))
-        self.weight = nn.Parameter(torch.zeros(config.spectral_dim, config.d_model))
-        self.bias = nn.Parameter(torch.zeros(config.d_model))
+        window = torch.hann_window(2 * W + 1, device=device)[W:-1]
+        fill(self.window, window / window.sum())
+        fill(self.omega, torch.linspace(0, math.pi, len(self.omega), device=device))
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
 
     def forward(self, ids: Tensor, window: Tensor | None = None) -> Tensor:
         """[B, T, D] of ids [B, T] uint8, under another window if one is given."""
@@ -323,7 +345,7 @@ class Spectrum(nn.Module):
         return self(ids, self.window * (ago <= at))[:, -1:]  # type: ignore[no-any-return]
 
 
-class ByteSpectralLM(Generates, HasRotaryTables):
+class ByteSpectralLM(Generates, HasRotaryTables, StartsAnew):
     """A causal language model over bytes, or with ``bidirectional=True`` an encoder that classifies rows.
 
     >>> model = ByteSpectralLM(Config.sizes("tiny"))
@@ -345,16 +367,13 @@ class ByteSpectralLM(Generates, HasRotaryTables):
         self.head = nn.Linear(config.d_model, config.classes or 256, bias=False) if own else None
         length = config.max_seq_len if config.attention_every else 0
         self.make_tables(length, config.head_dim if length else 2)
-        self.reset_parameters()
+        self.first_values()
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def first_values(self) -> None:
         """Normal matrices of deviation 0.02; those that end a branch are divided by sqrt(2 * layers), so that
         the stream's variance does not grow with depth. Filters and spectra keep their own start."""
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding) and not name.startswith("ngrams."):
-                ends_branch = name.endswith((".out", ".down"))
-                nn.init.normal_(module.weight, std=0.02 * (2 * self.config.layers) ** (-0.5 * ends_branch))
+        normal_matrices(self, self.config.layers)
+        self.fill_tables()
 
     def forward(
         self, ids: Tensor, targets: Tensor | None = None, *, return_logits: bool = False
@@ -363,7 +382,8 @@ class ByteSpectralLM(Generates, HasRotaryTables):
 
         Args:
             ids: [B, T] bytes, uint8, int32 or int64, T >= 1, at most config.max_seq_len with attention or as
-                an encoder. Their values are not checked, which would wait for the device.
+                an encoder. On a GPU their
+                values are not checked, which would wait for it.
             targets: [B, T] next bytes, or of an encoder [B] classes; -100 where none counts.
             return_logits: give logits beside the loss, too.
 
@@ -372,17 +392,12 @@ class ByteSpectralLM(Generates, HasRotaryTables):
             mean cross entropy in nats, a float32 scalar (float64 in a float64 model), or None.
 
         Raises:
-            TypeError: ids or targets of another dtype. ValueError: another shape, or T too long.
+            TypeError: ids or targets of another dtype. ValueError: another shape or device, or T too long.
+            IndexError: on the CPU, a value that is no symbol.
         """
         self._check(ids)
         if targets is not None:
-            check_symbols("targets", targets)
-            wanted = ids.shape[:1] if self.config.bidirectional else ids.shape
-            if targets.shape != wanted:
-                raise ValueError(
-                    f"targets have shape {tuple(targets.shape)}, expected {tuple(wanted)} for ids "
-                    f"{tuple(ids.shape)}"
-                )
+            self._check_targets(targets, ids)
         logits = self._logits(ids, None)
         if targets is None:
             return logits, None
@@ -405,12 +420,24 @@ class ByteSpectralLM(Generates, HasRotaryTables):
         cache.attention.length = cache.length
         return logits
 
+    def _check_targets(self, targets: Tensor, ids: Tensor) -> None:
+        if not self.config.bidirectional:
+            check_targets(targets, ids, self.config.vocab)
+            return
+        check_symbols("targets", targets)
+        if targets.shape != ids.shape[:1]:
+            raise ValueError(
+                f"targets have shape {tuple(targets.shape)}, expected {tuple(ids.shape[:1])} for ids "
+                f"{tuple(ids.shape)}"
+            )
+        check_values("targets", targets, (ids.device,), self.config.classes, ignored=-100)
+
     def _check_causal(self) -> None:
         if self.config.bidirectional:
             raise ValueError("an encoder sees whole rows and can't decode: use bidirectional=False")
 
     def _check(self, ids: Tensor, held: int = 0) -> None:
-        check_ids("ids", ids)
+        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
         length, limit = held + ids.shape[1], self.config.max_seq_len
         if length > limit and (self.config.attention_every or self.config.bidirectional):
             raise ValueError(

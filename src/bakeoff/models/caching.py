@@ -42,6 +42,11 @@ class DecodeCache:
         """The tensors that a step writes in place."""
         return []
 
+    def held(self) -> Iterator[Tensor]:
+        """The tensors of a cache that is not empty."""
+        yield from self.buffers()
+        yield from self.state().values()
+
     def widen(self, model: Any, at: Tensor) -> None:
         """Gives the tensors of `model` the shapes that they have in a row without end."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from bakeoff.device import on
 from bakeoff.graphs import NotCapturable, capture_step
 from bakeoff.models.caching import DecodeCache
-from bakeoff.models.checks import check_ids, check_sampling, check_symbols
+from bakeoff.models.checks import Devices, check_ids, check_sampling, check_symbols, check_values
 from bakeoff.select import using
 
 __all__ = ["Generates", "Sampling", "sample"]
@@ -87,10 +87,10 @@ class Generates:
         """
         draw = self._checked(max_new, **sampling)
         if isinstance(prompt, Tensor):
-            check_ids("prompt", prompt)
+            check_ids("prompt", prompt, *self._takes())
             new = [symbols[:, None] for symbols in self._continue([*prompt], max_new, draw)]
             return torch.cat([prompt.long(), *new], dim=1)
-        _check_prompts(prompt)
+        _check_prompts(prompt, *self._takes())
         steps = list(self._continue(prompt, max_new, draw))
         known = [len(self._seen(row)) for row in prompt]
         text = torch.stack(steps, dim=1) if steps else prompt[0].new_empty(len(prompt), 0)
@@ -112,11 +112,12 @@ class Generates:
                 device where the text is long enough to be worth it.
 
         When the context is full the cache is rebuilt from its last half, so that text may grow past it.
-        Weights must stay as they are until the last symbol. Raises TypeError or ValueError for a bad prompt
-        or setting, before anything runs; NotCapturable with ``capture=True`` where that can't be done.
+        Weights must stay as they are until the last symbol. Raises TypeError, ValueError or (on the CPU)
+        IndexError for a bad prompt or setting, before anything runs; NotCapturable with ``capture=True``
+        where that can't be done.
         """
         draw = self._checked(max_new, **sampling)
-        check_ids("prompt", prompt)
+        check_ids("prompt", prompt, *self._takes())
         return self._continue([*prompt], max_new, draw)
 
     def _checked(
@@ -139,9 +140,13 @@ class Generates:
         if seed is not None:
             if generator is not None:
                 raise ValueError("give seed or generator, not both")
-            device = next(self.parameters()).device  # type: ignore[attr-defined]
+            (device,), _ = self._takes()
             generator = torch.Generator(device).manual_seed(seed)
         return Draw(temperature, top_k, top_p, generator, capture)
+
+    def _takes(self) -> tuple[Devices, int]:
+        """The device of prompts, and how many symbols there are."""
+        return (next(self.parameters()).device,), self.config.vocab  # type: ignore[attr-defined]
 
     def _seen(self, row: Tensor) -> Tensor:
         """Of one prompt [T] what the model sees, its end."""
@@ -257,8 +262,8 @@ def _uncached_autocast(device: torch.device) -> contextlib.AbstractContextManage
     return torch.autocast(device.type, torch.get_autocast_dtype(device.type), cache_enabled=False)
 
 
-def _check_prompts(prompts: object) -> None:
-    """Raises unless these are several rows of symbols on one device."""
+def _check_prompts(prompts: object, devices: Devices, vocab: int) -> None:
+    """Raises unless these are several rows of symbols of a model on this device."""
     if not isinstance(prompts, list | tuple):
         check_symbols("prompt", prompts)
     if not prompts:
@@ -270,11 +275,7 @@ def _check_prompts(prompts: object) -> None:
                 f"prompt[{number}] has shape {tuple(row.shape)}, expected [T], at least one symbol; rows of "
                 f"equal length go into one tensor [B, T]"
             )
-        if row.device != prompts[0].device:  # type: ignore[index]
-            raise ValueError(
-                f"prompt[{number}] is on {row.device}, prompt[0] on {prompts[0].device}: "  # type: ignore[index]
-                f"move them to one device"
-            )
+        check_values(f"prompt[{number}]", row, devices, vocab)
 
 
 def sample(

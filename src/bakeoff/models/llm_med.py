@@ -18,10 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.caching import DecodeCache, rows_at
-from bakeoff.models.checks import check_cache, check_capacity, check_fields, check_ids, check_kind
+from bakeoff.models.checks import (
+    check_cache,
+    check_capacity,
+    check_fields,
+    check_ids,
+    check_kind,
+    check_no_recomputing,
+    check_targets,
+)
 from bakeoff.models.generation import Generates
+from bakeoff.models.initial import normal_matrices
 from bakeoff.models.ngrams import NGrams, check_ngrams
 from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
+from bakeoff.nn.initial import StartsAnew, fill
+from bakeoff.nn.memory_state import outliving
 from bakeoff.ops import short_conv
 
 __all__ = ["SIZES", "Cache", "Config", "LLMMed"]
@@ -154,7 +165,7 @@ class Cache(DecodeCache):
         self.attention.begin_step()
 
 
-class Attention(nn.Module):
+class Attention(StartsAnew):
     """Causal attention with rotary positions; keys and values shared by groups of heads."""
 
     def __init__(self, config: Config, layer: int) -> None:
@@ -164,15 +175,23 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.d_model, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
         self.norm = QKNorm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.short = nn.Parameter(torch.zeros(config.d_model, config.conv)) if config.conv else None
+        self.short = nn.Parameter(torch.empty(config.d_model, config.conv)) if config.conv else None
+        self.first_values()
+
+    def first_values(self) -> None:
+        """A convolution by 1."""
+        if self.short is not None:
+            now = torch.arange(self.short.shape[1], device=self.short.device) == self.short.shape[1] - 1
+            fill(self.short, now.expand(self.short.shape))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x [B, T, D]; cos, sin [T, E/2] of these positions; returns [B, T, D]."""
+        check_no_recomputing(cache)
         if self.short is not None:
             place = f"inputs {self.layer}"
             x, inputs = short_conv(x, self.short, state=None if cache is None else cache.inputs.get(place))
             if cache is not None:
-                cache.inputs[place] = inputs
+                cache.inputs[place] = outliving(inputs)
         qkv = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
         held = None if cache is None else cache.attention
         out: Tensor = self.out(attend(qkv, self.kv_heads, cos, sin, held, self.layer, self.norm))
@@ -204,7 +223,7 @@ class Block(nn.Module):
         return x, residual
 
 
-class LLMMed(Generates, HasRotaryTables):
+class LLMMed(Generates, HasRotaryTables, StartsAnew):
     """A causal language model over `config.vocab` symbols, bytes by default.
 
     >>> model = LLMMed(Config.sizes("tiny"))
@@ -223,23 +242,14 @@ class LLMMed(Generates, HasRotaryTables):
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
         self.make_tables(config.max_seq_len, config.head_dim, config.rope_base)
-        self.reset_parameters()
+        self.first_values()
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def first_values(self) -> None:
         """Normal weights of deviation 0.02; the projections that end a branch are divided by
         sqrt(2 * layers), so that the stream's variance does not grow with depth (Radford et al. 2019). What a
         rung adds begins as nothing: scales of 1, a convolution by 1, n-grams of 0."""
-        for name, parameter in self.named_parameters():
-            if name.endswith("attention.short"):
-                nn.init.zeros_(parameter)[:, -1] = 1.0  # the tap of the present input
-            elif name.startswith("ngrams."):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim >= 2:
-                ends_branch = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                nn.init.normal_(parameter, std=0.02 * (2 * self.config.layers) ** (-0.5 * ends_branch))
-            else:
-                nn.init.ones_(parameter)
+        normal_matrices(self, self.config.layers)
+        self.fill_tables()
 
     def forward(
         self, ids: Tensor, targets: Tensor | None = None, *, return_logits: bool = False
@@ -247,8 +257,8 @@ class LLMMed(Generates, HasRotaryTables):
         """(logits, loss) of whole rows.
 
         Args:
-            ids: [B, T] symbols, uint8, int32 or int64, 1 <= T <= config.max_seq_len. Their values are not
-                checked, which would wait for the device.
+            ids: [B, T] symbols, uint8, int32 or int64, 1 <= T <= config.max_seq_len. On a GPU their values
+                are not checked, which would wait for it.
             targets: [B, T] next symbols, -100 where none counts. Without them the loss is None.
             return_logits: give logits beside the loss, too.
 
@@ -257,15 +267,12 @@ class LLMMed(Generates, HasRotaryTables):
             float32 scalar (float64 in a float64 model), or None.
 
         Raises:
-            TypeError: ids or targets of another dtype. ValueError: another shape, or T too long.
+            TypeError: ids or targets of another dtype. ValueError: another shape or device, or T too long.
+            IndexError: on the CPU, a value that is no symbol.
         """
         self._check(ids)
         if targets is not None:
-            check_ids("targets", targets)
-            if targets.shape != ids.shape:
-                raise ValueError(
-                    f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: make them equal"
-                )
+            check_targets(targets, ids, self.config.vocab)
         logits = self._logits(ids, None)
         if targets is None:
             return logits, None
@@ -285,7 +292,7 @@ class LLMMed(Generates, HasRotaryTables):
         return logits
 
     def _check(self, ids: Tensor, held: int = 0) -> None:
-        check_ids("ids", ids)
+        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
         length, limit = held + ids.shape[1], self.config.max_seq_len
         if length > limit:
             raise ValueError(

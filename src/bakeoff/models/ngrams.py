@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bakeoff.nn.initial import StartsAnew
+
 __all__ = ["NGrams", "check_ngrams"]
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # Knuth's multiplicative hashing: 2^64 / golden ratio
@@ -17,7 +19,7 @@ def check_ngrams(longest: int, bits: int) -> None:
         raise ValueError(f"ngram_bits={bits} must be 1 to 24: tables have 2^ngram_bits rows")
 
 
-class NGrams(nn.Module):
+class NGrams(StartsAnew):
     """The sum of the embeddings of the n-grams that end in each symbol, n = 2 to `longest`, by hash.
 
     Before the first symbol of a row stands one that is no symbol, so that n-grams reach back over it. All
@@ -28,10 +30,9 @@ class NGrams(nn.Module):
         super().__init__()
         self.bits, self.before = bits, longest - 1
         self.tables = nn.ModuleList(nn.Embedding(1 << bits, d_model) for _ in range(self.before))
-        self.reset_parameters()
+        self.first_values()
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def first_values(self) -> None:
         """Zeros."""
         for parameter in self.parameters():
             nn.init.zeros_(parameter)

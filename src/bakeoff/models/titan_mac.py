@@ -21,10 +21,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.caching import DecodeCache
-from bakeoff.models.checks import check_cache, check_capacity, check_fields, check_ids, check_kind
+from bakeoff.models.checks import (
+    check_cache,
+    check_capacity,
+    check_fields,
+    check_ids,
+    check_kind,
+    check_targets,
+)
 from bakeoff.models.generation import Generates
+from bakeoff.models.initial import normal_matrices
 from bakeoff.models.titan_mixers import MIXERS, Past
 from bakeoff.nn import MLP, HasRotaryTables, RMSNorm
+from bakeoff.nn.initial import StartsAnew
 
 __all__ = ["SIZES", "Cache", "Config", "TitanMAC"]
 
@@ -159,7 +168,8 @@ class Cache(DecodeCache):
             past.put({name: state[f"{i} {name}"] for name in past.state()})
 
     def buffers(self) -> list[Tensor]:
-        return [tensor for past in self.layers for tensor in past.ring or ()]
+        pairs = (past.ring or (past.k, past.v) for past in self.layers)
+        return [tensor for pair in pairs for tensor in pair if tensor is not None]
 
     def widen(self, model: Any, at: Tensor) -> None:
         for block, past in zip(model.blocks, self.layers, strict=True):
@@ -190,15 +200,17 @@ class Block(nn.Module):
         at: int | Tensor,
         cos: Tensor,
         sin: Tensor,
-        past: Past,
+        past: Past | None,
         drops: bool,
     ) -> tuple[Tensor, Tensor]:
-        """`at` is the first position's in its segment; of a settled step, how many positions were before."""
+        """`at` is the first position's in its segment; of a settled step, how many positions were before. No
+        `past`: whole rows."""
         if residual is None:  # the first layer: nothing to add yet
             h, residual = self.mixer_norm(x), x
         else:
             h, residual = self.mixer_norm(x, residual)
         if isinstance(at, Tensor):
+            assert past is not None
             x = self.mixer.step(h, at, cos, sin, past)
         else:
             x = F.dropout(self.mixer(h, at, cos, sin, past), self.dropout, drops)
@@ -206,7 +218,7 @@ class Block(nn.Module):
         return F.dropout(self.mlp(h), self.dropout, drops), residual
 
 
-class TitanMAC(Generates, HasRotaryTables):
+class TitanMAC(Generates, HasRotaryTables, StartsAnew):
     """A causal language model over `config.vocab` symbols, bytes by default.
 
     >>> model = TitanMAC(Config.sizes("tiny"))
@@ -225,17 +237,13 @@ class TitanMAC(Generates, HasRotaryTables):
         self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
         # A segment, and for a sliding window the one before; rotary turns by distance, so rows have no end.
         self.make_tables(2 * config.segment, config.head_dim, config.rope_base)
-        self.reset_parameters()
+        self.first_values()
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def first_values(self) -> None:
         """Normal matrices of deviation 0.02; those that end a branch are divided by sqrt(2 * layers), so that
         the stream's variance does not grow with depth. Memories and their gates keep their own start."""
-        for name, module in self.named_modules():
-            own = ".memory." in name or ".ask." in name
-            if isinstance(module, nn.Linear | nn.Embedding) and not own:
-                ends_branch = name.endswith((".out", ".down"))
-                nn.init.normal_(module.weight, std=0.02 * (2 * self.config.layers) ** (-0.5 * ends_branch))
+        normal_matrices(self, self.config.layers)
+        self.fill_tables()
 
     def forward(
         self, ids: Tensor, targets: Tensor | None = None, *, return_logits: bool = False
@@ -243,8 +251,8 @@ class TitanMAC(Generates, HasRotaryTables):
         """(logits, loss) of whole rows, every one of which begins with fresh memories.
 
         Args:
-            ids: [B, T] symbols, uint8, int32 or int64, T >= 1. Their values are not checked, which would wait
-                for the device.
+            ids: [B, T] symbols, uint8, int32 or int64, T >= 1. On a GPU their
+                values are not checked, which would wait for it.
             targets: [B, T] next symbols, -100 where none counts. Without them the loss is None.
             return_logits: give logits beside the loss, too.
 
@@ -253,15 +261,12 @@ class TitanMAC(Generates, HasRotaryTables):
             float32 scalar (float64 in a float64 model), or None.
 
         Raises:
-            TypeError: ids or targets of another dtype. ValueError: another shape.
+            TypeError: ids or targets of another dtype. ValueError: another shape or device. IndexError: on
+                the CPU, a value that is no symbol.
         """
-        check_ids("ids", ids)
+        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
         if targets is not None:
-            check_ids("targets", targets)
-            if targets.shape != ids.shape:
-                raise ValueError(
-                    f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: make them equal"
-                )
+            check_targets(targets, ids, self.config.vocab)
         logits = self._logits(ids, None)
         if targets is None:
             return logits, None
@@ -276,7 +281,7 @@ class TitanMAC(Generates, HasRotaryTables):
         memories alone.
         """
         check_kind("cache", cache, Cache)
-        check_ids("ids", ids)
+        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
         check_cache(cache, self.config, ids)
         with cache.step():
             logits = self._logits(ids, cache)
@@ -288,7 +293,7 @@ class TitanMAC(Generates, HasRotaryTables):
         at: int | Tensor = cache.length % self.config.segment if cache is not None else 0
         if cache is not None and cache.at is not None:
             at = cache.at
-        layers = cache.layers if cache is not None else [Past() for _ in self.blocks]
+        layers = cache.layers if cache is not None else [None] * len(self.blocks)
         drops = self.training and cache is None  # decoding never drops
         x, residual = self.embed(ids.long()), None
         for block, past in zip(self.blocks, layers, strict=True):

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bakeoff.models.checks import check_no_recomputing
 from bakeoff.nn import NeuralMemory, NeuralMemoryState
+from bakeoff.nn.initial import StartsAnew, fill
 from bakeoff.nn.memory_state import outliving
 from bakeoff.nn.neural_memory import LENGTH, Projected, of_length
 from bakeoff.ops import attention, rotary, swiglu
@@ -64,6 +66,12 @@ class Past:
             w1, b1, w2, b2 = (state[f"before {i}"] for i in range(4))
             self.before = w1, b1, w2, b2
 
+    @classmethod
+    def behind(cls, past: "Past | None") -> "Past":
+        """`past`, or the empty one of whole rows, which each layer has for itself."""
+        check_no_recomputing(past)
+        return cls() if past is None else past
+
     def detach(self) -> None:
         """Cuts the way of gradients into earlier pieces."""
         self.memory = self.memory.detach() if self.memory else None
@@ -99,7 +107,12 @@ def _persistent_of(persistent: Tensor | None, like: Tensor) -> tuple[Tensor, Ten
 
 def _persistent(config: "Config") -> nn.Parameter | None:
     shape = (2, config.persistent, config.heads, config.head_dim)
-    return nn.Parameter(0.02 * torch.randn(shape)) if config.persistent else None
+    return nn.Parameter(torch.empty(shape)) if config.persistent else None
+
+
+def _first_persistent(persistent: Tensor | None) -> None:
+    if persistent is not None:
+        nn.init.normal_(persistent, std=0.02)
 
 
 def _memory(config: "Config", read: Literal["after", "before", "chunk"], chunk: int) -> NeuralMemory | None:
@@ -117,7 +130,7 @@ def _behind(held: Tensor | None, new: Tensor) -> Tensor:
     return new if held is None else outliving(torch.cat([held, new], dim=1))
 
 
-class AsContext(nn.Module):
+class AsContext(StartsAnew):
     """mac: y = attention of a segment to persistent, to itself and to what memory recalls at its positions;
     the memory learns from x + y; out(y * sigmoid(what it reads at x + y)).
 
@@ -138,12 +151,18 @@ class AsContext(nn.Module):
         self.memory = _memory(config, read, chunk)  # type: ignore[arg-type]
         self.ask = Projected(D, (0,), D) if config.memory else None
         self.out = nn.Linear(D, D, bias=False)
-        if self.memory is not None and self.ask is not None:
-            with torch.no_grad():  # asks as the memory's own queries do
-                self.ask.linear.weight.copy_(self.memory.qkv.linear.weight[:D])
+        self.first_values()
 
-    def forward(self, x: Tensor, at: int, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
+    @torch.no_grad()
+    def first_values(self) -> None:
+        """Asks as the memory's own queries do."""
+        _first_persistent(self.persistent)
+        if self.memory is not None and self.ask is not None:
+            fill(self.ask.linear.weight, self.memory.qkv.linear.weight.chunk(3)[0])
+
+    def forward(self, x: Tensor, at: int, cos: Tensor, sin: Tensor, past: Past | None) -> Tensor:
         """x [B, T, D], the first at position `at` of a segment; cos, sin [S, E/2]; returns [B, T, D]."""
+        past = Past.behind(past)
         q, asked = self.q(x), None
         if self.ask is not None:
             asked, past.asked = self.ask(x, past.asked)
@@ -230,7 +249,7 @@ class AsContext(nn.Module):
         return out
 
 
-class AsGate(nn.Module):
+class AsGate(StartsAnew):
     """mag: out(y * sigmoid(what memory reads at x)), y = attention to persistent and the last S positions."""
 
     def __init__(self, config: "Config") -> None:
@@ -240,9 +259,15 @@ class AsGate(nn.Module):
         self.persistent = _persistent(config)
         self.memory = _memory(config, "after", config.chunk)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.first_values()
 
-    def forward(self, x: Tensor, at: int, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
+    def first_values(self) -> None:
+        """Small persistent keys and values."""
+        _first_persistent(self.persistent)
+
+    def forward(self, x: Tensor, at: int, cos: Tensor, sin: Tensor, past: Past | None) -> Tensor:
         """x [B, T, D], the first at position `at` of a segment; cos, sin [2 S, E/2]; returns [B, T, D]."""
+        past = Past.behind(past)
         qkv, S = self.qkv(x).unflatten(-1, (3, -1, self.config.head_dim)), self.config.segment
         pieces, begin = [], 0
         while begin < x.shape[1]:
@@ -328,9 +353,10 @@ class Alone(nn.Module):
         self.gate = nn.Linear(config.d_model, config.d_model, bias=False)
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
-    def forward(self, x: Tensor, at: int | Tensor, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
+    def forward(self, x: Tensor, at: int | Tensor, cos: Tensor, sin: Tensor, past: Past | None) -> Tensor:
         """x [B, T, D]; the other arguments are for the other variants; returns [B, T, D]."""
         del at, cos, sin
+        past = Past.behind(past)
         assert self.memory is not None
         y, past.memory = self.memory(x, past.memory)
         gate = self.gate(x)

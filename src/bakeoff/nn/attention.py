@@ -99,8 +99,14 @@ class QKNorm(nn.Module):
     def __init__(self, head_dim: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
-        self.q = nn.Parameter(torch.ones(head_dim))
-        self.k = nn.Parameter(torch.ones(head_dim))
+        self.q = nn.Parameter(torch.empty(head_dim))
+        self.k = nn.Parameter(torch.empty(head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Ones."""
+        nn.init.ones_(self.q)
+        nn.init.ones_(self.k)
 
 
 def attend(

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bakeoff.nn.initial import fill
+from bakeoff.nn.memory_state import outliving
 from bakeoff.ops import long_conv, pole_scan, spectral_filter
 
 __all__ = ["MinimumPhase", "Past", "Poles", "Taps", "WholeRow"]
@@ -72,13 +74,22 @@ class Poles(nn.Module):
 
     def __init__(self, channels: int, poles: int, length: int) -> None:
         super().__init__()
-        D, K = channels, poles
-        time = torch.exp(torch.rand(D, K) * math.log(length))
-        self.decay = nn.Parameter(-time.log())
-        self.theta = nn.Parameter(math.pi * torch.rand(D, K) ** 2)
-        scale = (1 - torch.exp(-2 / time)).sqrt() / math.sqrt(K)
-        self.coef = nn.Parameter(torch.randn(D, K, 2) * scale[..., None])
-        self.skip = nn.Parameter(torch.zeros(D))
+        D, K, self.length = channels, poles, length
+        self.decay = nn.Parameter(torch.empty(D, K))
+        self.theta = nn.Parameter(torch.empty(D, K))
+        self.coef = nn.Parameter(torch.empty(D, K, 2))
+        self.skip = nn.Parameter(torch.empty(D))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Time constants and frequencies drawn as above, normal coefficients, no skip."""
+        shape, device = self.coef.shape, self.coef.device
+        time = torch.exp(torch.rand(shape[:2], device=device) * math.log(self.length))
+        fill(self.decay, -time.log())
+        fill(self.theta, math.pi * torch.rand(shape[:2], device=device) ** 2)
+        scale = (1 - torch.exp(-2 / time)).sqrt() / math.sqrt(shape[1])
+        fill(self.coef, torch.randn(shape, device=device) * scale[..., None])
+        nn.init.zeros_(self.skip)
 
     def forward(self, k: Tensor, v: Tensor, q: Tensor, past: Past | None, place: str) -> Tensor:
         """q * (h * (k v)), all [B, T, D]."""
@@ -88,7 +99,7 @@ class Poles(nn.Module):
         radius = -_rate(self.decay) if past is None else past.once(place, lambda: -_rate(self.decay))
         y, state = pole_scan(u, radius, _wide(self.theta), coef, state=state)
         if past is not None:
-            past.kept[place] = state
+            past.kept[place] = outliving(state)
         return q * (y + self.skip.to(u.dtype) * u)
 
 
@@ -97,11 +108,18 @@ class Taps(nn.Module):
 
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
-        D, L = channels, taps
-        time = torch.exp(torch.linspace(0, 1, D)[:, None] * math.log(max(L, 2)))
-        self.taps = nn.Parameter(torch.randn(D, L) / time.sqrt())
-        self.decay = nn.Parameter(-time.log())
-        self.skip = nn.Parameter(torch.zeros(D))
+        self.taps = nn.Parameter(torch.empty(channels, taps))
+        self.decay = nn.Parameter(torch.empty(channels, 1))
+        self.skip = nn.Parameter(torch.empty(channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal taps, time constants as above, no skip."""
+        (D, L), device = self.taps.shape, self.taps.device
+        time = torch.exp(torch.linspace(0, 1, D, device=device)[:, None] * math.log(max(L, 2)))
+        fill(self.taps, torch.randn(D, L, device=device) / time.sqrt())
+        fill(self.decay, -time.log())
+        nn.init.zeros_(self.skip)
 
     def response(self) -> Tensor:
         """h [D, L] in float32, or float64 in a float64 model."""
@@ -140,9 +158,16 @@ class MinimumPhase(Taps):
 
     def __init__(self, channels: int, taps: int) -> None:
         nn.Module.__init__(self)
-        D, self.length = channels, taps
-        self.log_magnitude = nn.Parameter(0.3 * torch.randn(D, _PEAKS))
-        self.skip = nn.Parameter(torch.zeros(D))
+        self.length = taps
+        self.log_magnitude = nn.Parameter(torch.empty(channels, _PEAKS))
+        self.skip = nn.Parameter(torch.empty(channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal logarithms of deviation 0.3, no skip."""
+        shape, device = self.log_magnitude.shape, self.log_magnitude.device
+        fill(self.log_magnitude, 0.3 * torch.randn(shape, device=device))
+        nn.init.zeros_(self.skip)
 
     def response(self) -> Tensor:
         """h [D, L] in float32, or float64 in a float64 model."""
@@ -162,8 +187,12 @@ class WholeRow(nn.Module):
 
     def __init__(self, channels: int, length: int) -> None:
         super().__init__()
-        shape = (length // 2 + 1, channels)
-        self.weight = nn.Parameter(torch.stack([torch.ones(shape), torch.zeros(shape)], dim=-1))
+        self.weight = nn.Parameter(torch.empty(length // 2 + 1, channels, 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Factors of 1."""
+        fill(self.weight, torch.tensor([1.0, 0.0], device=self.weight.device).expand(self.weight.shape))
 
     def forward(self, k: Tensor, v: Tensor, q: Tensor, past: Past | None, place: str) -> Tensor:
         """q * filtered(k v), all [B, T, D]."""

@@ -3,13 +3,16 @@
 Shapes: B rows, G = B heads, E the width of a head, H a memory's hidden width.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from bakeoff.ops.memory_scan import Memory, MemoryState
 
@@ -64,6 +67,10 @@ class NeuralMemoryState:
         """The same values, through which no gradient flows back to earlier pieces."""
         return self.of({name: tensor.detach() for name, tensor in self.tensors().items()})
 
+    def outliving(self) -> "NeuralMemoryState":
+        """The same values, made under inference_mode as copies that may be used outside of it, too."""
+        return self.of({name: outliving(tensor) for name, tensor in self.tensors().items()})
+
     def to(self, device: torch.device | str) -> "NeuralMemoryState":
         """The same values on another device."""
         return self.of({name: tensor.to(device) for name, tensor in self.tensors().items()})
@@ -85,6 +92,36 @@ class NeuralMemoryState:
             return cls(metadata["config"], empty, tensors["conv"]).of(tensors)
         except (KeyError, safetensors.SafetensorError) as error:
             raise ValueError(f"{path} holds no state of a NeuralMemory: give what its save wrote") from error
+
+
+def _children(state: NeuralMemoryState) -> tuple[list[Any], tuple[str, int | None]]:
+    *parts, filled = state.scan
+    if isinstance(filled, Tensor):
+        return [*parts, state.conv, filled], (state.config, None)
+    return [*parts, state.conv], (state.config, filled)
+
+
+def _named_children(state: NeuralMemoryState) -> tuple[list[tuple[Any, Any]], tuple[str, int | None]]:
+    children, context = _children(state)
+    names = map(GetAttrKey, (*_PARTS, "conv", "filled"))
+    return [*zip(names, children, strict=False)], context
+
+
+def _of_children(children: Iterable[Any], context: tuple[str, int | None]) -> NeuralMemoryState:
+    memory, momentum, start, conv, *counted = children
+    config, filled = context
+    scan = MemoryState(memory, momentum, start, counted[0] if filled is None else filled)
+    return NeuralMemoryState(config, scan, conv)
+
+
+# FSDP2, torch.export and torch.func's transforms look for tensors in what modules take and return.
+register_pytree_node(
+    NeuralMemoryState,
+    _children,
+    _of_children,
+    serialized_type_name="bakeoff.nn.NeuralMemoryState",
+    flatten_with_keys_fn=_named_children,
+)
 
 
 def outliving(tensor: Tensor) -> Tensor:

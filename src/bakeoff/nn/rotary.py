@@ -37,15 +37,17 @@ class HasRotaryTables(nn.Module):
             self.register_buffer(name, table, persistent=False)
         self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
 
-    def _fill_tables(self, device: torch.device) -> None:
-        dtype = self.cos.dtype  # reached from float32, as by a model that was built with data
+    def fill_tables(self, device: torch.device | None = None) -> None:
+        """Makes the tables anew, by default where they are."""
+        device, dtype = device or self.cos.device, self.cos.dtype
+        # Reached from float32, as by a model that was built with data.
         self.cos, self.sin = (table.to(dtype) for table in rotary_tables(*self._rotary, device=device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         before = self.cos
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.cos is not before and not self.cos.is_meta:
-            self._fill_tables(self.cos.device)
+            self.fill_tables()
         return self
 
 
@@ -53,4 +55,4 @@ def _after_loading(model: HasRotaryTables, _keys: object) -> None:
     """Puts tables that are still on the meta device where the parameters are."""
     device = next(model.parameters()).device
     if model.cos.is_meta and device.type != "meta":
-        model._fill_tables(device)
+        model.fill_tables(device)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bakeoff.models.checks import check_no_recomputing
 from bakeoff.models.longnet.cache import Cache, Slots
 from bakeoff.models.longnet.shape import Shape
 from bakeoff.nn import attend_one
@@ -31,6 +32,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> Tensor:
         """x [B, T, D]; cos, sin [T, at most E/2] of these positions; returns [B, T, D]."""
+        check_no_recomputing(cache)
         qkv = torch.unflatten(self.qkv(x), -1, (-1, self.head_dim))
         q, k, v = qkv_rotary(qkv, cos, sin, kv_heads=self.kv_heads)
         if cache is not None and cache.slots is not None:

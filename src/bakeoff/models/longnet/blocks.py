@@ -4,10 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bakeoff.models.initial import normal_matrices
 from bakeoff.models.longnet.attention import Attention
 from bakeoff.models.longnet.cache import Cache
 from bakeoff.models.longnet.shape import Shape
 from bakeoff.nn import MLP, HasRotaryTables, RMSNorm
+from bakeoff.nn.initial import StartsAnew
 
 __all__ = ["LongNet", "cross_entropy"]
 
@@ -37,7 +39,7 @@ class Block(nn.Module):
         return x, residual
 
 
-class LongNet(HasRotaryTables):
+class LongNet(HasRotaryTables, StartsAnew):
     """The blocks and the last norm, which both models have."""
 
     def __init__(self, config: Shape, causal: bool) -> None:
@@ -45,16 +47,11 @@ class LongNet(HasRotaryTables):
         self.blocks = nn.ModuleList(Block(config, layer, causal) for layer in range(config.layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def first_values(self) -> None:
         """Normal weights of deviation 0.02; the projections that end a branch are divided by
         sqrt(2 * layers), so that the stream's variance does not grow with depth (Radford et al. 2019)."""
-        for name, parameter in self.named_parameters():
-            if parameter.ndim >= 2:
-                ends_branch = name.endswith(("attention.out.weight", "mlp.down.weight"))
-                nn.init.normal_(parameter, std=0.02 * (2 * len(self.blocks)) ** (-0.5 * ends_branch))
-            else:
-                nn.init.ones_(parameter)
+        normal_matrices(self, len(self.blocks))
+        self.fill_tables()
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
         """x [B, T, D] through all blocks and the norm."""

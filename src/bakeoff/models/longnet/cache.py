@@ -35,7 +35,9 @@ class Cache(DecodeCache):
         return self.layers[0][0][0].shape[0] if self.layers[0] else None
 
     def buffers(self) -> list[Tensor]:
-        return [] if self.slots is None else self.slots.layers
+        if self.slots is not None:
+            return self.slots.layers
+        return [tensor for layer in self.layers for pair in layer for tensor in pair]
 
     def widen(self, model: Any, at: Tensor) -> None:
         self.slots = Slots(self.config, self.layers)

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from bakeoff.models.checks import check_kind, check_symbols
+from bakeoff.models.checks import check_device, check_kind, check_symbols, check_values
 from bakeoff.models.longnet.blocks import LongNet, cross_entropy
 from bakeoff.models.longnet.shape import Shape, check_sizes
 from bakeoff.token_order import TokenOrder, permute, token_order
@@ -106,12 +106,12 @@ class ImageLongNet(LongNet):
         self.register_buffer("inverse", torch.empty(cells, dtype=torch.int32))
         axis_dim = config.head_dim // (2 * len(grid)) * 2
         self.make_tables(max(grid), axis_dim, config.rope_base)
-        self.reset_parameters()
+        self.first_values()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def first_values(self) -> None:
         """As of `LongNetLM`; the tables of the order are made, too."""
-        super().reset_parameters()
+        super().first_values()
         order = self.order()
         self.perm.copy_(order.perm)
         self.inverse.copy_(order.inverse)
@@ -179,9 +179,13 @@ class ImageLongNet(LongNet):
         want = (config.shape) if config.symbols else (config.channels, *config.shape)
         if images.ndim != 1 + len(want) or images.shape[1:] != want or not images.shape[0]:
             raise ValueError(f"images have shape {tuple(images.shape)}, expected [B, *{want}], B at least 1")
+        check_device("images", images, (self.cos.device, self.embed.weight.device))
+        if config.symbols:
+            check_values("images", images, (images.device,), config.symbols)
         if targets is None:
             return
         check_symbols("targets", targets)
         labelled = (images.shape[0], *(config.grid if config.labels == "cell" else ()))
         if targets.shape != labelled:
             raise ValueError(f"targets have shape {tuple(targets.shape)}, expected {labelled}")
+        check_values("targets", targets, (images.device,), config.classes, ignored=-100)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.caching import rows_at
-from bakeoff.models.checks import check_cache, check_capacity, check_ids, check_kind
+from bakeoff.models.checks import check_cache, check_capacity, check_ids, check_kind, check_targets
 from bakeoff.models.generation import Generates
 from bakeoff.models.longnet.blocks import Block, LongNet, cross_entropy
 from bakeoff.models.longnet.cache import Cache
@@ -38,7 +38,7 @@ class LongNetLM(Generates, LongNet):
         self.embed = nn.Embedding(config.vocab, config.d_model)
         self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
         self.make_tables(config.max_seq_len, config.head_dim, config.rope_base)
-        self.reset_parameters()
+        self.first_values()
         self.rank, self.ranks = 0, 1
         """Which part of every row is this process's, and how many there are."""
 
@@ -61,8 +61,8 @@ class LongNetLM(Generates, LongNet):
         """(logits, loss) of whole rows.
 
         Args:
-            ids: [B, T] symbols, uint8, int32 or int64, 1 <= T <= config.max_seq_len. Their values are not
-                checked, which would wait for the device.
+            ids: [B, T] symbols, uint8, int32 or int64, 1 <= T <= config.max_seq_len. On a GPU their
+                values are not checked, which would wait for it.
             targets: [B, T] next symbols, -100 where none counts. Without them the loss is None.
             return_logits: give logits beside the loss, too.
 
@@ -71,15 +71,12 @@ class LongNetLM(Generates, LongNet):
             float32 scalar (float64 in a float64 model), or None.
 
         Raises:
-            TypeError: ids or targets of another dtype. ValueError: another shape, or T too long.
+            TypeError: ids or targets of another dtype. ValueError: another shape or device, or T too long.
+            IndexError: on the CPU, a value that is no symbol.
         """
         self._check(ids)
         if targets is not None:
-            check_ids("targets", targets)
-            if targets.shape != ids.shape:
-                raise ValueError(
-                    f"targets have shape {tuple(targets.shape)}, ids {tuple(ids.shape)}: make them equal"
-                )
+            check_targets(targets, ids, self.config.vocab)
         if ids.shape[1] % self.ranks:
             raise ValueError(f"{self.ranks} ranks can't share rows of {ids.shape[1]} symbols in equal parts")
         length = ids.shape[1] // self.ranks
@@ -106,7 +103,7 @@ class LongNetLM(Generates, LongNet):
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
     def _check(self, ids: Tensor, held: int = 0) -> None:
-        check_ids("ids", ids)
+        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
         length, limit = held + ids.shape[1], self.config.max_seq_len
         if length > limit:
             raise ValueError(
