@@ -26,6 +26,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "apps/train/saving.py": {
         "_weights": "a checkpoint, between steps",
         "_rank_state": "a checkpoint, between steps",
+        "_measured": "a checkpoint, between steps",
     },
     "apps/train/metrics.py": {
         "Resumed.keeps": "a number from a file",
@@ -56,6 +57,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         "ByteCorpus._fill": "NumPy integers of file sizes",
         "ByteCorpus._holding": "a file's hash and NumPy integers of file sizes",
         "split": "a share of a number of bytes",
+    },
+    "models/checks.py": {
+        "check_values": "symbols on the CPU alone",
     },
     "models/longnet/image.py": {
         "ImageConfig.__post_init__": "numbers of the configuration",
