@@ -375,12 +375,11 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     results.write(out, File(environment(), []))
     before = out.read_bytes()
 
-    def full(self: Path, text: str, encoding: str) -> None:
-        with self.open("w") as file:
-            file.write(text[:10])
+    def full(descriptor: int) -> None:
+        os.ftruncate(descriptor, 10)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ResultsError, match="No space left"):
         results.write(out, File(environment(), [{"mode": "x"}]))
     assert out.read_bytes() == before

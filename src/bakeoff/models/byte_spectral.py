@@ -382,8 +382,7 @@ class ByteSpectralLM(Generates, HasRotaryTables, StartsAnew):
 
         Args:
             ids: [B, T] bytes, uint8, int32 or int64, T >= 1, at most config.max_seq_len with attention or as
-                an encoder. On a GPU their
-                values are not checked, which would wait for it.
+                an encoder. On a GPU their values are not checked, which would wait for it.
             targets: [B, T] next bytes, or of an encoder [B] classes; -100 where none counts.
             return_logits: give logits beside the loss, too.
 

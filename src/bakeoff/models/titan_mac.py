@@ -251,8 +251,8 @@ class TitanMAC(Generates, HasRotaryTables, StartsAnew):
         """(logits, loss) of whole rows, every one of which begins with fresh memories.
 
         Args:
-            ids: [B, T] symbols, uint8, int32 or int64, T >= 1. On a GPU their
-                values are not checked, which would wait for it.
+            ids: [B, T] symbols, uint8, int32 or int64, T >= 1. On a GPU their values are not checked,
+                which would wait for it.
             targets: [B, T] next symbols, -100 where none counts. Without them the loss is None.
             return_logits: give logits beside the loss, too.
 

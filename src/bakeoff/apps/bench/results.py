@@ -26,7 +26,7 @@ import bakeoff
 from bakeoff import hardware
 from bakeoff.apps.bench.suites import Cell, chosen
 from bakeoff.errors import BakeoffError
-from bakeoff.paths import contents
+from bakeoff.paths import contents, write_whole
 from bakeoff.select import Candidate, Op, Trial, Verdict, registry
 
 __all__ = [
@@ -289,7 +289,6 @@ def keep(file: File, rows: Sequence[Row]) -> None:
 
 def write(path: Path, file: File) -> None:
     """Write `file` whole or not at all: a header, then one row a line."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     parts = [f'"schema":{file.schema}', f'"env":{_text(file.env)}']
     if file.summary:
         parts.append(f'"summary":{_text(file.summary)}')
@@ -297,13 +296,9 @@ def write(path: Path, file: File) -> None:
     text = "{" + ",\n".join([*parts, f'"rows":[\n{rows}\n]']) + "}\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, "utf-8")
-        beside.replace(path)
+        write_whole(path, text.encode())
     except OSError as error:
         raise ResultsError(f"can't write {path} ({error.strerror or error}): give a writable --out") from None
-    finally:
-        if beside.exists():
-            beside.unlink()
 
 
 @contextlib.contextmanager

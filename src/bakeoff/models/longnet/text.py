@@ -61,8 +61,8 @@ class LongNetLM(Generates, LongNet):
         """(logits, loss) of whole rows.
 
         Args:
-            ids: [B, T] symbols, uint8, int32 or int64, 1 <= T <= config.max_seq_len. On a GPU their
-                values are not checked, which would wait for it.
+            ids: [B, T] symbols, uint8, int32 or int64, 1 <= T <= config.max_seq_len. On a GPU their values
+                are not checked, which would wait for it.
             targets: [B, T] next symbols, -100 where none counts. Without them the loss is None.
             return_logits: give logits beside the loss, too.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from bakeoff.errors import BakeoffError
+from bakeoff.paths import write_whole
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.table import cache_dir
 from bakeoff.select.contests.wire import decode_dtype, encode_dtype
@@ -72,9 +73,7 @@ def settled() -> None:
     """Forget what is in a table by now."""
     left = [Miss(op.name, case, regime) for op, case, regime in misses().values()]
     with contextlib.suppress(OSError):
-        beside = _path().with_suffix(f".{os.getpid()}")
-        beside.write_bytes(b"".join(msgspec.json.encode(m, enc_hook=encode_dtype) + b"\n" for m in left))
-        os.replace(beside, _path())
+        write_whole(_path(), b"".join(msgspec.json.encode(m, enc_hook=encode_dtype) + b"\n" for m in left))
 
 
 def _lines() -> Iterator[Miss]:

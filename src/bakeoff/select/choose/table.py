@@ -24,7 +24,7 @@ import msgspec
 
 from bakeoff import hardware
 from bakeoff.errors import TableError
-from bakeoff.paths import contents, expanded
+from bakeoff.paths import contents, expanded, write_whole
 from bakeoff.select.contests.verdict import Verdict
 from bakeoff.select.declare.op import Op
 
@@ -98,15 +98,7 @@ def write(path: Path, table: Table) -> None:
     """Write `table` whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = msgspec.structs.replace(table, rows=dict(sorted(table.rows.items())))
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(beside, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(path, msgspec.json.format(msgspec.json.encode(ordered), indent=1) + b"\n")
 
 
 class Store:

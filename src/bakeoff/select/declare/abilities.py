@@ -33,10 +33,17 @@ def needs_native(case: Case, besides: Collection[str] = ()) -> str | None:
 
 
 def kernel_candidate(
-    name: str, load: Callable[[], Implementation], supports: Callable[[Case], str | None] = needs_native
+    name: str,
+    load: Callable[[], Implementation],
+    supports: Callable[[Case], str | None] = needs_native,
+    *,
+    deterministic: bool = True,
 ) -> Candidate:
     """A candidate of Triton kernels of this package: it must be seen to launch them."""
-    return Candidate(name, load=load, supports=supports, requires=("triton",), launches=launches)
+    return Candidate(
+        name, load=load, supports=supports, requires=("triton",), launches=launches,
+        deterministic=deterministic,
+    )  # fmt: skip
 
 
 def kernels_on_gpu(case: Case, regime: str) -> str:
