@@ -44,8 +44,8 @@ def recurrence(module: NeuralMemory, x: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(projected.mT, (3, 0))
     qkv = torch.nn.functional.conv1d(padded, module.qkv.short[:, None], groups=3 * module.dim).mT
     q, k, v = torch.nn.functional.silu(qkv).unflatten(-1, (3, h, E)).unbind(2)
-    q, k, v = (x / (x.square().sum(-1, keepdim=True) + E * 1e-6).sqrt() for x in (q, k, v))
-    q, k = 3 * q, 3 * k
+    q, k = (3 * x / (x.square().sum(-1, keepdim=True) + E * 1e-6).sqrt() for x in (q, k))
+    v = shortened(v)
     raw = module.gates(x) if module.gates is not None else module.gate_bias.expand(*x.shape[:2], -1)
     gates = raw.unflatten(-1, (-1, h)).sigmoid()
     out = torch.empty_like(q)
@@ -79,6 +79,11 @@ def recurrence(module: NeuralMemory, x: Tensor) -> Tensor:
                 out[b, t, head] = ask(asked, q[b, t, head])
     normed = out * (out.square().mean(-1, keepdim=True) + module.norm.eps).rsqrt() * module.norm.weight
     return normed.flatten(2)
+
+
+def shortened(v: Tensor) -> Tensor:
+    """What a memory makes of values v [..., E]."""
+    return v / (1 + v.square().sum(-1, keepdim=True)).sqrt()
 
 
 def ask(memory: list[Tensor], x: Tensor) -> Tensor:
@@ -198,8 +203,7 @@ def test_it_comes_to_know_what_it_is_told_often() -> None:
         memory = NeuralMemory(16, heads=2, chunk=4, forget=1e-6, ascent=ascent).double()
         x = torch.randn(1, 1, 16, dtype=torch.float64).expand(1, 8 if ascent else 96, 16)
         qkv = memory.qkv(x, None)[0][:, -1].unflatten(-1, (3, 2, 8))  # the short convolution sees x alone
-        k, v = (torch.nn.functional.normalize(part, dim=-1) for part in (qkv[0, 1], qkv[0, 2]))
-        k = 3 * k
+        k, v = 3 * torch.nn.functional.normalize(qkv[0, 1], dim=-1), shortened(qkv[0, 2])
         states = [memory.start(x), memory(x)[1]]
         errors[ascent] = [
             sum(float((ask([w[g] for w in s.memory], k[g]) - v[g]).square().sum().detach()) for g in range(2))
@@ -291,6 +295,19 @@ def test_narrow_heads_train_on_random_rows(momentum: bool) -> None:
         optimizer.step()
         assert loss.isfinite()
     assert all(parameter.isfinite().all() for parameter in memory.parameters())
+
+
+@torch.no_grad()
+def test_a_short_value_writes_little() -> None:
+    """A model learns to keep some tokens and not others by the length of their values."""
+    written = []
+    for scale in (1.0, 1e-3):
+        torch.manual_seed(0)
+        memory = NeuralMemory(32, heads=2, chunk=4).double()
+        memory.qkv.linear.weight[64:] *= scale
+        x = torch.randn(2, 12, 32, dtype=torch.float64)
+        written.append(float(memory(x)[1].memory[2].norm()))
+    assert written[1] < 0.01 * written[0]
 
 
 def test_a_small_error_writes_little() -> None:

@@ -1,5 +1,7 @@
 """The yardstick is fair: what rounds as well as eager passes on every draw, and what is biased does not."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,10 +9,11 @@ from bakeoff.ops.linear_cross_entropy.op import OP as LOSS
 from bakeoff.ops.muon.op import OP as MUON
 from bakeoff.ops.muon.op import muon_case
 from bakeoff.ops.norm_linear.op import OP, _case
-from bakeoff.select import Case, TensorMeta
+from bakeoff.select import Candidate, Case, TensorMeta
 from bakeoff.select.contests.draw import nudged
 from bakeoff.select.contests.judge import FURTHER, Inaccurate, judge
 from bakeoff.select.contests.results import outputs_of, results
+from bakeoff.select.contests.verify import verify
 from bakeoff.select.contests.yardstick import Yardstick, _yardstick
 
 HOSTILE, PLAIN = ("adversarial", "adversarial"), ("normal", "normal")
@@ -77,6 +80,31 @@ def test_muon_s_further_draws_are_rounded_otherwise() -> None:
     for name in ("params", "grads", "momentum"):
         a, b = (torch.stack(list(stick.args[MUON.params.index(name)])).bfloat16() for stick in (one, other))
         assert torch.equal(a, b) == (name == "params")
+
+
+@pytest.mark.parametrize(
+    ("times", "everywhere", "passes"), [(1.5, False, True), (1.5, True, False), (3.0, False, False)]
+)
+def test_one_unlucky_draw_is_no_rejection(times: float, everywhere: bool, passes: bool) -> None:
+    """What is a little too far off on one draw passes, on other draws too, or by more, does not."""
+    case = Case(_case(128, 64, 48, dtype=torch.float32).args, "cpu")
+    stick = _yardstick(OP, case, 0, PLAIN, "here")
+    while stick.look_further():
+        pass
+    too_large = 1 + times * stick.allowed("output", "gain")
+
+    def call(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        wide = [a.double() if isinstance(a, torch.Tensor) else a for a in (x, weight, *rest)]
+        y = outputs_of(OP.reference, wide)[0]
+        here = torch.equal(x, stick.args[0])
+        return (y * (too_large if everywhere or here else 1.0)).float()
+
+    candidate = Candidate("scaled", call)
+    if passes:
+        assert verify(OP, candidate, [stick])[0].gain > stick.allowed("output", "gain")
+    else:
+        with pytest.raises(Inaccurate, match=r"gain|rms"):
+            verify(OP, candidate, [stick])
 
 
 def test_further_draws_are_given_another_gradient() -> None:

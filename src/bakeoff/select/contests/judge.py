@@ -8,6 +8,9 @@ One draw may be lucky for eager: where one rounding decides a whole result, as t
 element dominates, its error is anything from nothing to half a unit. So a result that is too far off is
 compared with the largest error that eager makes on `FURTHER` more draws of the same kind. One that is biased
 is beyond that, too, on the ordinary draws, where eager's errors hardly differ from draw to draw.
+
+A draw may be unlucky for a candidate as well: of the hundreds of errors that a contest looks at one that is a
+little too large is no surprise. `verify` asks whether it is too large on other draws, too.
 """
 
 import math
@@ -24,11 +27,16 @@ __all__ = ["FURTHER", "Errors", "Inaccurate", "Standard", "denormal_rows", "erro
 FURTHER = 8
 """Draws on which eager's own error is looked at where a candidate's is too large."""
 _FACTOR = 2.0
+_NORMS = "max", "rms", "gain"
 _PIECE = 1 << 25  # elements of the largest float64 piece
 
 
 class Inaccurate(Rejected):
-    """It does what it should, but with too large an error."""
+    """It does what it should, but with too large an error: `times` what is allowed."""
+
+    def __init__(self, message: str, errors: "Errors", times: float) -> None:
+        super().__init__(message)
+        self.errors, self.times = errors, times
 
 
 class Errors(msgspec.Struct, frozen=True):
@@ -62,8 +70,8 @@ class Standard:
     """Of an output which rows hold nothing but denormal numbers, in eager and in the reference."""
     whole: bool = False
     """Whether a row is measured against the whole tensor where it is smaller (`Op.averages`)."""
-    further: Callable[[int], dict[str, Errors]]
-    """Eager's errors on the i-th further draw of this kind."""
+    further: Callable[[int], "Standard"]
+    """The i-th further draw of this kind."""
     looked: int = 0
     """How many further draws `eager` holds the largest errors of."""
     evenness: dict[str, float] = field(init=False)
@@ -75,7 +83,7 @@ class Standard:
         """Take one more draw into account; whether there is one left."""
         if self.looked >= FURTHER:
             return False
-        found = self.further(self.looked)
+        found = self.further(self.looked).eager
         self.looked += 1
         self.eager = {name: mine.larger(found[name]) for name, mine in self.eager.items()}
         return True
@@ -113,7 +121,7 @@ def judge(name: str, tensor: torch.Tensor, standard: Standard) -> Errors:
                 f"{name}: flushes denormal numbers to zero in row {int(flushed.nonzero()[0])} ({where})"
             )
     errors = errors_of(tensor, exact, whole=standard.whole)
-    for norm in ("max", "rms", "gain"):
+    for norm in _NORMS:
         mine = getattr(errors, norm)
         while not mine <= standard.allowed(name, norm):
             if not standard.look_further():
@@ -121,7 +129,9 @@ def judge(name: str, tensor: torch.Tensor, standard: Standard) -> Errors:
                 raise Inaccurate(
                     f"{name} is wrong: {norm} error {mine:.2g}{place}, eager's is "
                     f"{getattr(standard.eager[name], norm):.2g}, allowed {standard.allowed(name, norm):.2g} "
-                    f"({where})"
+                    f"({where})",
+                    errors,
+                    max(getattr(errors, n) / (standard.allowed(name, n) or math.ulp(0)) for n in _NORMS),
                 )
     return errors
 

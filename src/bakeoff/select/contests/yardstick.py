@@ -14,7 +14,7 @@ from bakeoff.select.contests.conduct import Traits
 from bakeoff.select.contests.copies import Copies, tensors_in
 from bakeoff.select.contests.draw import cotangent, inputs, nudged, shrunk
 from bakeoff.select.contests.exact import each, exact_results
-from bakeoff.select.contests.judge import Errors, Standard, denormal_rows, errors_of
+from bakeoff.select.contests.judge import FURTHER, Errors, Standard, denormal_rows, errors_of
 from bakeoff.select.contests.kin import kin_of
 from bakeoff.select.contests.results import outputs_of, results, wants_grad
 from bakeoff.select.declare.case import Case
@@ -44,6 +44,15 @@ class Yardstick(Standard):
     """The circumstances of a candidate's second run: "late", "misaligned", "no_grad" or "inference_mode"."""
     kin: bool = False
     """Whether this is another case than the one in question, which a candidate need not support."""
+
+    def others(self, count: int) -> Iterator["Yardstick"]:
+        """Further draws than eager's errors were looked at on, with what is allowed here."""
+        for number in range(FURTHER, FURTHER + count):
+            other = self.further(number)
+            assert isinstance(other, Yardstick)
+            other.eager = {name: mine.larger(self.eager[name]) for name, mine in other.eager.items()}
+            other.looked = FURTHER
+            yield other
 
 
 def yardsticks(op: Op, case: Case, called: Case | None = None, seed: int = 0) -> Iterator[Yardstick]:
@@ -144,7 +153,7 @@ def _yardstick(
             and (not tensor.is_cuda or tensor.dtype == torch.float16)
         },
         whole=op.averages,
-        further=partial(_further, op, case, seed, kinds, given_args),
+        further=partial(_further, op, case, seed, kinds, where, given_args),
         case=case,
         args=args,
         cotangents=cotangents,
@@ -157,10 +166,11 @@ def _yardstick(
 
 
 def _further(
-    op: Op, case: Case, seed: int, kinds: tuple[str, str], args: list[Any] | None, number: int
-) -> dict[str, Errors]:
-    """Eager's errors on the draw with other last bits."""
-    return _yardstick(op, case, seed, kinds, "", nudge=number + 1, given_args=args).eager
+    op: Op, case: Case, seed: int, kinds: tuple[str, str], where: str, args: list[Any] | None, number: int
+) -> Yardstick:
+    """The draw with other last bits."""
+    where = f"{where}, other last bits"
+    return _yardstick(op, case, seed, kinds, where, nudge=number + 1, given_args=args)
 
 
 def _float64_errors(
