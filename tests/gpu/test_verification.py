@@ -16,7 +16,8 @@ from tests.unit import zoo
 ELEMENTS = 1 << 20
 _IN_FLOAT32 = "in float32, where scores of tens make weights that are 4e-6 off, and another kernel's less"
 _FROM_LSE = (
-    "the backward takes weights from lse, which float32 rounds: they are 9e-6 off where scores pass 100"
+    "the backward takes weights from lse, which float32 rounds: 9e-6 off where scores pass 100, more than was "
+    "allowed on an H100, though not on an H200"
 )
 APART = {
     ("adamw_", "fused"): (
@@ -31,8 +32,8 @@ APART = {
         "gradient of q is wrong: gain error",
         "PyTorch's kernel makes the whole gradient 6.5e-7 too small or large in float32",
     ),
-    ("dilated_attention", "fused"): ("fp32", "gradient of v is wrong: max error", _FROM_LSE),
-    ("dilated_attention", "cuda"): ("fp32", "gradient of v is wrong: max error", _FROM_LSE),
+    ("dilated_attention", "fused"): ("", "gradient of v is wrong: max error", _FROM_LSE),
+    ("dilated_attention", "cuda"): ("", "gradient of v is wrong: max error", _FROM_LSE),
     ("byte_spectral", "triton"): (
         "16x1024 complex alone",
         "gradient of window is wrong: rms error",

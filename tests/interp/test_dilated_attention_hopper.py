@@ -9,7 +9,7 @@ import torch
 from bakeoff import hardware
 from bakeoff.attention_backends.rows import BACKENDS
 from bakeoff.ops.dilated_attention import OP, branches, hopper
-from bakeoff.ops.dilated_attention.mixed import hopper_cudnn
+from bakeoff.ops.dilated_attention.mixed import hopper_cudnn, hopper_flash_attn_4
 from bakeoff.ops.dilated_attention.op import hopper_supports
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 from tests.interp.gluon_emulated import Deadlock, EmulatedKernel
@@ -75,16 +75,19 @@ def test_matches_the_reference(case: Any, dtype: torch.dtype, launches: Launches
     assert {said["WORKERS"] for said in launches.said} == {workers}
 
 
-@pytest.mark.parametrize("kv", [1, 2])
-def test_backward_by_another_s_calls(kv: int, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With matrix products in place of cuDNN, and no compiled code around them."""
-    monkeypatch.setitem(BACKENDS, "cudnn", BACKENDS["math"])
+@pytest.mark.parametrize(("kv", "backend"), [(1, "cudnn"), (2, "cudnn"), (2, "flash_attn_4")])
+def test_backward_by_another_s_calls(
+    kv: int, backend: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With matrix products in place of theirs, and no compiled code around them."""
+    monkeypatch.setitem(BACKENDS, backend, BACKENDS["math"])
+    mixed = {"cudnn": hopper_cudnn, "flash_attn_4": hopper_flash_attn_4}[backend]
     for name, plain in (("_collected", "_collect"), ("_added", "_add")):
         monkeypatch.setattr(branches, name, getattr(branches, plain))
     inputs = [x.requires_grad_() for x in drawn(2, 200, 2, kv, 16, torch.float16)]
     wide = [x.detach().double().requires_grad_() for x in inputs]
     args = ("100,200", "1,4", True)
-    y, lse = hopper_cudnn(*inputs, *args, "mod", "exact", None, None, True)
+    y, lse = mixed.bind("")(*inputs, *args, "mod", "exact", None, None, True)
     assert not lse.requires_grad
     want = reference(*wide, *args)
     dy = torch.randn_like(want).half()

@@ -17,6 +17,7 @@ from bakeoff.select.contests import side_by_side
 from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.side_by_side import Wanted, Workers, fitting
 from bakeoff.select.contests.worker import compilers
+from bakeoff.select.contests.yardstick import REFERENCE
 from tests.unit import zoo
 
 Ready = Callable[[], None]
@@ -131,8 +132,8 @@ def test_who_fails_or_begins_again_holds_nobody_up(fake: type[Fake]) -> None:
     assert order == ["again: first", "again: second", "waits"]
 
 
-@pytest.mark.parametrize("way", ["rejected", "contest", "killed", "library"])
-def test_what_ran_short_of_memory_is_held_again_alone(fake: type[Fake], way: str) -> None:
+@pytest.mark.parametrize("way", ["rejected", "contest", "killed", "library", "late"])
+def test_what_ran_short_of_memory_or_time_is_held_again_alone(fake: type[Fake], way: str) -> None:
     verdicts = good()
     tries: list[list[int]] = []
 
@@ -148,6 +149,8 @@ def test_what_ran_short_of_memory_is_held_again_alone(fake: type[Fake], way: str
         if way == "library":
             handle = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
             return _raise(ContestError(f"eager: RuntimeError: {handle}"))
+        if way == "late":
+            return _raise(ContestError(f"the contest failed while at '{REFERENCE}': hangs: no answer"))
         if way == "killed":
             reason = "crashed: killed by SIGKILL"
             trial = msgspec.structs.replace(verdicts[0].trials[0], rejected=reason)

@@ -1,4 +1,4 @@
-"""The ``hopper_cudnn`` candidate of dilated_attention: forward by the kernels for Hopper, backward by cuDNN.
+"""dilated_attention by the kernels for Hopper, and backward by other attention kernels, a call a branch.
 
 A branch's exact gradients need only y and the log-sum-exp over all branches, whoever made them.
 """
@@ -10,21 +10,22 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from bakeoff.derivatives import once_differentiable
+from bakeoff.kernels.op import KernelOp
 from bakeoff.ops.dilated_attention import branches, hopper
 from bakeoff.ops.dilated_attention.reference import pattern_of
 from bakeoff.ops.dilated_attention.triton import Fused
 
-__all__ = ["hopper_cudnn"]
+__all__ = ["hopper_cudnn", "hopper_flash_attn_4"]
 
 
 class _Mixed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, attend: Any, segments: str, rates: str, phase: str, causal: bool, scale: float,
-        q: Tensor, k: Tensor, v: Tensor,
+        ctx: Any, attend: Any, backend: str, segments: str, rates: str, phase: str, causal: bool,
+        scale: float, q: Tensor, k: Tensor, v: Tensor,
     ) -> Any:  # fmt: skip
         y, lse = attend(q, k, v, None, segments, rates, phase, causal, False, scale)
-        ctx.fixed = (pattern_of(segments, rates, phase, k.shape[2]), causal, scale)
+        ctx.fixed = (backend, pattern_of(segments, rates, phase, k.shape[2]), causal, scale)
         ctx.save_for_backward(q, k, v, y, lse)
         ctx.mark_non_differentiable(lse)
         return y, lse
@@ -33,13 +34,17 @@ class _Mixed(torch.autograd.Function):
     @once_differentiable("dilated_attention", "its definition can, bakeoff.ops.dilated_attention.reference")
     def backward(ctx: Any, dy: Tensor, dlse: Any) -> Any:
         del dlse
-        (pattern, causal, scale), (q, k, v, y, lse) = ctx.fixed, ctx.saved_tensors
-        found = branches.gradients("cudnn", pattern, causal, scale, q, k, v, y, lse, [], dy)
-        return *[None] * 6, *found
+        (backend, pattern, causal, scale), (q, k, v, y, lse) = ctx.fixed, ctx.saved_tensors
+        found = branches.gradients(backend, pattern, causal, scale, q, k, v, y, lse, [], dy)
+        return *[None] * 7, *found
 
 
 class _Candidate(Fused):
     """The candidate, with the op's arguments in their order."""
+
+    def __init__(self, attend: KernelOp, backend: str) -> None:
+        super().__init__(attend)
+        self.backend = backend
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, segments: str, rates: str, causal: bool, phase: str,
@@ -51,12 +56,17 @@ class _Candidate(Fused):
                 q, k, v, segments, rates, causal, phase, combine_grad, cu_seqlens, scale, return_lse
             )
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        y, lse = _Mixed.apply(self.attend, segments, rates, phase, causal, scale, q, k, v)  # type: ignore[no-untyped-call]
+        fixed = (self.attend, self.backend, segments, rates, phase, causal, scale)
+        y, lse = _Mixed.apply(*fixed, q, k, v)  # type: ignore[no-untyped-call]
         return (y, lse) if return_lse else y
 
     def variants(self, case: Any) -> Any:
         """The tilings that the forward may be launched with, the default first."""
         return {"forward": super().variants(case)["forward"]}
 
+    def _with(self, attend: KernelOp) -> Fused:
+        return _Candidate(attend, self.backend)
 
-hopper_cudnn = _Candidate(hopper.attend)
+
+hopper_cudnn = _Candidate(hopper.attend, "cudnn")
+hopper_flash_attn_4 = _Candidate(hopper.attend, "flash_attn_4")

@@ -270,13 +270,13 @@ def hopper_supports(case: Case) -> str | None:
     return None
 
 
-def mixed_supports(case: Case) -> str | None:
-    """Why those kernels' forward and cuDNN's backward can't take `case`, or None."""
+def mixed_supports(case: Case, backend: str = "cudnn") -> str | None:
+    """Why those kernels' forward and the backward of `backend` can't take `case`, or None."""
     if not case.needs_grad:
         return "is the candidate hopper where no gradient is needed"
     if case.combine_grad != "exact":
         return "has exact gradients alone"
-    return hopper_supports(case) or branches.supports(case, "cudnn")
+    return hopper_supports(case) or branches.supports(case, backend)
 
 
 def heuristic(case: Case, regime: str) -> str:
@@ -318,10 +318,16 @@ def _hopper() -> Implementation:
     return hopper
 
 
-def _mixed() -> Implementation:
+def _hopper_cudnn() -> Implementation:
     from bakeoff.ops.dilated_attention.mixed import hopper_cudnn
 
     return hopper_cudnn
+
+
+def _hopper_flash_attn_4() -> Implementation:
+    from bakeoff.ops.dilated_attention.mixed import hopper_flash_attn_4
+
+    return hopper_flash_attn_4
 
 
 def _cuda() -> Implementation:
@@ -383,7 +389,14 @@ OP = Op(
         ),
         kernel_candidate("fused", _fused, fused_supports),
         kernel_candidate("hopper", _hopper, hopper_supports),
-        kernel_candidate("hopper_cudnn", _mixed, mixed_supports, deterministic=False),
+        kernel_candidate("hopper_cudnn", _hopper_cudnn, mixed_supports, deterministic=False),
+        kernel_candidate(
+            "hopper_flash_attn_4",
+            _hopper_flash_attn_4,
+            partial(mixed_supports, backend="flash_attn_4"),
+            deterministic=False,
+            requires=("triton", "flash_attn", "cutlass"),
+        ),
         Candidate("cuda", load=_cuda, supports=cuda_supports, launches=launches),
     ),
     check=check,

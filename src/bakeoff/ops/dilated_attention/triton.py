@@ -204,8 +204,11 @@ class Fused:
     def bind(self, text: str) -> "Fused":
         """The candidate with the variant that `text` names."""
         if text not in self._bound:
-            self._bound[text] = type(self)(self.attend.bind(text))
+            self._bound[text] = self._with(self.attend.bind(text))
         return self._bound[text]
+
+    def _with(self, attend: KernelOp) -> "Fused":
+        return type(self)(attend)
 
 
 fused = Fused(attend)

@@ -212,6 +212,7 @@ OP = Op(
     features={name: count for name, count in _FEATURES.items() if name != "skipped"},
     batched=_GROUPED - {"skipped"},
     settings=frozenset({"max_norm"}),
+    rounded=frozenset(MEMORY),
     draw=draw,
 )
 
@@ -239,6 +240,7 @@ IN_PLACE = Op(
     batched=_GROUPED,
     settings=frozenset({"max_norm"}),
     mutates=(*MEMORY, *MOMENTUM, "skipped"),
+    rounded=frozenset(MEMORY),
     draw=draw,
     home="bakeoff.ops.memory_update.op:IN_PLACE",
 )

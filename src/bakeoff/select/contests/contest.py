@@ -36,7 +36,7 @@ from bakeoff.select.contests.region import in_region
 from bakeoff.select.contests.screening import Entrant, Screening
 from bakeoff.select.contests.verdict import Trial, Verdict, decide
 from bakeoff.select.contests.verify import verify
-from bakeoff.select.contests.yardstick import Yardstick, yardsticks
+from bakeoff.select.contests.yardstick import REFERENCE, Yardstick, yardsticks
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.key import key
@@ -149,7 +149,7 @@ def _qualify(
     passed: dict[str, tuple[Errors, bool]] = {}
     inaccurate, invariant = set(), set()
     kept: Yardstick | None = None
-    announce("prepare the reference")
+    announce(REFERENCE)
     for stick in yardsticks(op, case, called):
         for candidate in op.candidates:
             name = candidate.name
@@ -172,7 +172,7 @@ def _qualify(
             passed[name] = worst.larger(errors), repeated and repeats
         kept = kept or stick
         del stick
-        announce("prepare the reference")
+        announce(REFERENCE)
     assert kept is not None
     if op.incumbent.name not in passed:
         raise ContestError(

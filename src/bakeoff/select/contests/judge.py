@@ -70,8 +70,8 @@ class Standard:
     """Of an output which rows hold nothing but denormal numbers, in eager and in the reference."""
     whole: bool = False
     """Whether a row is measured against the whole tensor where it is smaller (`Op.averages`)."""
-    further: Callable[[int], "Standard"]
-    """The i-th further draw of this kind."""
+    further: Callable[[int], dict[str, Errors]]
+    """Eager's errors on the i-th further draw of this kind."""
     looked: int = 0
     """How many further draws `eager` holds the largest errors of."""
     evenness: dict[str, float] = field(init=False)
@@ -83,7 +83,7 @@ class Standard:
         """Take one more draw into account; whether there is one left."""
         if self.looked >= FURTHER:
             return False
-        found = self.further(self.looked).eager
+        found = self.further(self.looked)
         self.looked += 1
         self.eager = {name: mine.larger(found[name]) for name, mine in self.eager.items()}
         return True

@@ -19,7 +19,7 @@ from bakeoff.select.contests.failure import printable, reason
 from bakeoff.select.contests.judge import Errors
 from bakeoff.select.contests.measure import Timer, beats, input_sets, release, timed, work
 from bakeoff.select.contests.verify import verify
-from bakeoff.select.contests.yardstick import Yardstick, yardsticks
+from bakeoff.select.contests.yardstick import REFERENCE, Yardstick, yardsticks
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.op import Op
@@ -254,5 +254,5 @@ class Screening:
                     errors = entrants[name].errors.larger(errors)
                     repeats = entrants[name].repeats and repeats
                 entrants[name] = Entrant(candidate, text, errors, repeats)
-            self.announce("prepare the reference")
+            self.announce(REFERENCE)
         return entrants

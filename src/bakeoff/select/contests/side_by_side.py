@@ -12,6 +12,7 @@ from bakeoff import hardware
 from bakeoff.errors import ContestError
 from bakeoff.select.contests.verdict import Verdict
 from bakeoff.select.contests.worker import STAGE_LIMIT_S, Worker
+from bakeoff.select.contests.yardstick import REFERENCE
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.op import Op
 
@@ -23,8 +24,12 @@ Outcome = list[Verdict] | ContestError
 _MOST = 4
 _END_S = 30.0  # what a thread may take to end once its process is gone
 _EACH = 8 << 30  # bytes of the device's memory for a process with its inputs and references
-# What a candidate or a contest fails of where memory is short; the host's kernel kills a process then.
-_SHORT = ("out of memory", "not enough GPU memory", "STATUS_ALLOC_FAILED", "killed by SIGKILL")
+# What a candidate or a contest fails of where memory is short (the host's kernel kills a process then), or
+# where so many share the device that not even the reference is ready in time.
+_CROWDED = (
+    "out of memory", "not enough GPU memory", "STATUS_ALLOC_FAILED", "killed by SIGKILL",
+    f"at '{REFERENCE}': hangs",
+)  # fmt: skip
 
 
 class Wanted(NamedTuple):
@@ -97,9 +102,9 @@ class Workers:
     def hold(self, wanted: Sequence[Wanted]) -> Iterator[tuple[int, Outcome]]:
         """Hold a round of contests, at most `jobs`: (place in `wanted`, outcome), each when it is there.
 
-        The next is measured when the caller asks for it. Processes side by side share the device's memory: a
-        contest that ran short of it is held again alone. What goes wrong beside the contests is raised at the
-        end of the round.
+        The next is measured when the caller asks for it. Processes side by side share the device and its
+        memory: a contest that ran short of that, or of time for its reference, is held again alone. What goes
+        wrong beside the contests is raised at the end of the round.
         """
         if len(wanted) > self.jobs:
             raise ValueError(f"{len(wanted)} contests in a round of {self.jobs}")
@@ -122,7 +127,7 @@ class Workers:
         again = []
         for i, future in enumerate(futures):
             outcome = _awaited(future)
-            if len(wanted) > 1 and _short_of_memory(outcome):
+            if len(wanted) > 1 and _crowded(outcome):
                 again.append(i)
             elif isinstance(outcome, list | ContestError):
                 yield i, outcome
@@ -163,12 +168,12 @@ def _alone(worker: Worker, wanted: Wanted) -> Outcome:
         return error
 
 
-def _short_of_memory(outcome: Outcome | BaseException) -> bool:
+def _crowded(outcome: Outcome | BaseException) -> bool:
     if isinstance(outcome, list):
         reasons = [trial.rejected or "" for verdict in outcome for trial in verdict.trials]
     else:
         reasons = [str(outcome)]
-    return any(word in reason for reason in reasons for word in _SHORT)
+    return any(word in reason for reason in reasons for word in _CROWDED)
 
 
 class _Turns:

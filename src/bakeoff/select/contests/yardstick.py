@@ -1,7 +1,7 @@
 """Yardsticks: the draws a candidate must survive, with what the reference and plain PyTorch make of them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,8 +22,10 @@ from bakeoff.select.declare.key import list_text
 from bakeoff.select.declare.lists import ListMeta
 from bakeoff.select.declare.op import Op
 
-__all__ = ["Yardstick", "yardstick_for", "yardsticks"]
+__all__ = ["REFERENCE", "Yardstick", "yardstick_for", "yardsticks"]
 
+REFERENCE = "prepare the reference"
+"""What a contest is at meanwhile."""
 _MARGIN = 1.01  # an error that a value on the edge of its dtype's range may have
 
 
@@ -31,6 +33,8 @@ _MARGIN = 1.01  # an error that a value on the edge of its dtype's range may hav
 class Yardstick(Standard):
     """One drawn input set with its float64 results and what eager makes of it."""
 
+    other: Callable[[int], "Yardstick"]
+    """The i-th further draw of this kind."""
     case: Case
     args: list[Any]
     cotangents: list[torch.Tensor]
@@ -48,8 +52,7 @@ class Yardstick(Standard):
     def others(self, count: int) -> Iterator["Yardstick"]:
         """Further draws than eager's errors were looked at on, with what is allowed here."""
         for number in range(FURTHER, FURTHER + count):
-            other = self.further(number)
-            assert isinstance(other, Yardstick)
+            other = self.other(number)
             other.eager = {name: mine.larger(self.eager[name]) for name, mine in other.eager.items()}
             other.looked = FURTHER
             yield other
@@ -137,6 +140,7 @@ def _yardstick(
     if any(t.dtype == torch.float64 for t in tensors_in(args)):
         eager = _float64_errors(op, args, cotangents, names, exact, eager)
     most = max((dy.numel() for dy in cotangents), default=0)
+    other = partial(_further, op, case, seed, kinds, where, given_args)
     return Yardstick(
         where=where,
         exact=exact,
@@ -153,7 +157,8 @@ def _yardstick(
             and (not tensor.is_cuda or tensor.dtype == torch.float16)
         },
         whole=op.averages,
-        further=partial(_further, op, case, seed, kinds, where, given_args),
+        further=lambda number: other(number).eager,
+        other=other,
         case=case,
         args=args,
         cotangents=cotangents,

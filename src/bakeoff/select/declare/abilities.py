@@ -38,12 +38,12 @@ def kernel_candidate(
     supports: Callable[[Case], str | None] = needs_native,
     *,
     deterministic: bool = True,
+    requires: tuple[str, ...] = ("triton",),
 ) -> Candidate:
     """A candidate of Triton kernels of this package: it must be seen to launch them."""
     return Candidate(
-        name, load=load, supports=supports, requires=("triton",), launches=launches,
-        deterministic=deterministic,
-    )  # fmt: skip
+        name, load=load, supports=supports, requires=requires, launches=launches, deterministic=deterministic
+    )
 
 
 def kernels_on_gpu(case: Case, regime: str) -> str:
