@@ -16,8 +16,8 @@ from tests.unit import zoo
 ELEMENTS = 1 << 20
 _IN_FLOAT32 = "in float32, where scores of tens make weights that are 4e-6 off, and another kernel's less"
 _FROM_LSE = (
-    "the backward takes weights from lse, which float32 rounds: 9e-6 off where scores pass 100, more than was "
-    "allowed on an H100, though not on an H200"
+    "the backward takes weights from lse, which float32 rounds: 9e-6 off where scores pass 100, more than "
+    "was allowed on an H100, though not on an H200"
 )
 APART = {
     ("adamw_", "fused"): (
