@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from bakeoff.select.contests.copies import Copies, Rejected, tensors_in
-from bakeoff.select.contests.judge import judge
 from bakeoff.select.contests.results import outputs_of, results
+from bakeoff.select.contests.verify import judged
 from bakeoff.select.contests.yardstick import Yardstick
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.lists import TensorList
@@ -33,7 +33,8 @@ def keep_apart(op: Op, candidate: Candidate, stick: Yardstick) -> None:
         if _storages([tensor]) & _storages(later.values()) - given:
             kind = "gradient" if name.startswith("gradient") else "result"
             raise Rejected(f"returns the memory of an earlier {kind} ({stick.where})")
-    _judge("with another call between its forward and its backward", earlier | here.new_values(), stick)
+    when = "with another call between its forward and its backward"
+    _judge(op, candidate, when, earlier | here.new_values(), stick)
     with torch.no_grad():
         for a, other in zip(stick.args, there.args, strict=True):
             if isinstance(other, TensorList):
@@ -42,13 +43,14 @@ def keep_apart(op: Op, candidate: Candidate, stick: Yardstick) -> None:
                 other.data.copy_(a)  # which an optimizer or an exchange of weights may do: no version tells
     outputs = outputs_of(candidate.implementation, there.args)
     again = results(outputs, there.args, stick.cotangents, stick.names) | there.new_values()
-    _judge("after other values lay where its inputs are (does it remember by address?)", again, stick)
+    when = "after other values lay where its inputs are (does it remember by address?)"
+    _judge(op, candidate, when, again, stick)
 
 
-def _judge(when: str, found: dict[str, torch.Tensor], stick: Yardstick) -> None:
+def _judge(op: Op, candidate: Candidate, when: str, found: dict[str, torch.Tensor], stick: Yardstick) -> None:
     for name, tensor in found.items():
         try:
-            judge(name, tensor, stick)
+            judged(op, candidate, name, tensor, stick)
         except Rejected as error:
             raise Rejected(f"{when}, {error}") from None
 

@@ -9,9 +9,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bakeoff.select.contests.apart import keep_apart
 from bakeoff.select.contests.copies import Copies, Rejected, tensors_in
-from bakeoff.select.contests.judge import judge, same_bits
+from bakeoff.select.contests.judge import same_bits
 from bakeoff.select.contests.poison import Poison, fenced
 from bakeoff.select.contests.results import gradients, named_outputs, outputs_of, results
+from bakeoff.select.contests.verify import judged
 from bakeoff.select.contests.yardstick import Yardstick
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.case import TensorMeta
@@ -78,7 +79,7 @@ def _nothing_kept(op: Op, candidate: Candidate, stick: Yardstick) -> None:
     for name, slope in zip(stick.names, second, strict=True):
         if slope is not None:
             try:
-                judge(f"gradient of {name}", slope, stick)
+                judged(op, candidate, f"gradient of {name}", slope, stick)
             except Rejected as error:
                 raise Rejected(f"when its backward runs a second time, {error}") from None
     held = [*copies.args, *cotangents, *outputs, *first, *second, *(raw for raw, _ in poison.buffers)]

@@ -15,7 +15,7 @@ from bakeoff.select.contests.yardstick import Yardstick, aliases_of, yardsticks
 from bakeoff.select.declare.candidate import Candidate
 from bakeoff.select.declare.op import Op
 
-__all__ = ["Rejected", "Yardstick", "verify", "yardsticks"]
+__all__ = ["Rejected", "Yardstick", "judged", "verify", "yardsticks"]
 
 _PAUSES = 4_000_000, 64_000_000
 """Of the GPU's clock, 2 and 32 milliseconds: by then the host has issued a call."""
@@ -44,11 +44,11 @@ def verify(op: Op, candidate: Candidate, sticks: Iterable[Yardstick]) -> tuple[E
             article = "a" if name in got else "no"
             raise Rejected(f"gives {article} {name}, unlike the reference ({stick.where})")
         for name, tensor in got.items():
-            worst = worst.larger(_judged(op, candidate, name, tensor, stick))
+            worst = worst.larger(judged(op, candidate, name, tensor, stick))
         alike = _alike(got, plain)
         if not alike:
             for name, tensor in plain.items():
-                _judged(op, candidate, name, tensor, stick)
+                judged(op, candidate, name, tensor, stick)
         del plain  # they may be large
         if not (_alike_otherwise(op, candidate, stick, got) and alike):
             if candidate.deterministic:
@@ -60,7 +60,7 @@ def verify(op: Op, candidate: Candidate, sticks: Iterable[Yardstick]) -> tuple[E
     return worst, deterministic and candidate.deterministic
 
 
-def _judged(op: Op, candidate: Candidate, name: str, tensor: torch.Tensor, stick: Yardstick) -> Errors:
+def judged(op: Op, candidate: Candidate, name: str, tensor: torch.Tensor, stick: Yardstick) -> Errors:
     """The errors of the result called `name`. One that is a little too large passes where it is not on
     `_CHANCES` other draws of the kind; raises `Inaccurate` otherwise."""
     try:
@@ -110,7 +110,7 @@ def _alike_otherwise(op: Op, candidate: Candidate, stick: Yardstick, got: dict[s
         return True
     try:
         for name, tensor in again.items():
-            _judged(op, candidate, name, tensor, stick)
+            judged(op, candidate, name, tensor, stick)
     except Rejected as error:
         raise Rejected(f"{_MODES[mode]}, {error}") from None
     return all(_alike(got, _again(op, candidate, stick, "")) for _ in range(2))
