@@ -128,11 +128,22 @@ def test_gradients_of_the_definition_by_differences() -> None:
     assert torch.autograd.gradcheck(lambda *x: reference(*x, *args), inputs)
 
 
-def test_pieces_of_long_sequences_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stretches", [0, 100], ids=["all pairs", "branches"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("combine_grad", ["exact", "detached"])
+@pytest.mark.parametrize(
+    ("segments", "rates", "phase"),
+    [("6,20", "1,3", "mod"), ("5,12", "2,4", "block"), ("4,9,50", "1,2,5", "0,0;1,0;4,2")],
+)
+def test_pieces_of_long_sequences_are_the_whole(
+    segments: str, rates: str, phase: str, combine_grad: str, causal: bool, stretches: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     inputs = drawn(45)
-    args = ("6,20", "1,3", True, "mod", "detached", None, None, True)
+    args = (segments, rates, causal, phase, combine_grad, None, None, True)
     want = results(reference(*inputs, *args), inputs)
     monkeypatch.setattr(definition, "_DENSE", 200)
+    monkeypatch.setattr(definition, "_STRETCHES", stretches)
     monkeypatch.setattr(rows, "_CHUNK", 30)
     torch.testing.assert_close(results(reference(*inputs, *args), inputs), want)
     torch.testing.assert_close(results(plain.branches("math", *inputs, *args), inputs), want)

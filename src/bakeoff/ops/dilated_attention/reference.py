@@ -1,5 +1,6 @@
 """The definition of dilated_attention: which keys a query sees, and dense attention over them."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,6 +13,7 @@ __all__ = ["Pattern", "dilated_attention", "numbers", "pattern_of", "seen_in"]
 Sizes = str | Sequence[int]
 """Whole numbers, or their text: "2048,8192"."""
 _DENSE = 1 << 26  # scores that exist at a time
+_STRETCHES = 1 << 13
 
 
 class Pattern(NamedTuple):
@@ -60,7 +62,8 @@ def dilated_attention(
     """Attention with bias log m(t, u), m being the number of branches in which query t sees key u.
 
     Arguments as in `bakeoff.ops.dilated_attention`. Long sequences go some queries at a time, and what is
-    between is computed again in backward.
+    between is computed again in backward; without documents a softmax over each branch's keys, mixed by the
+    branches' log-sum-exps, which is the same function, leaves out pairs that no branch has.
     """
     B, T, H, D = q.shape
     pattern = pattern_of(segments, rates, phase, k.shape[2])
@@ -74,15 +77,15 @@ def dilated_attention(
         # Keys of any segment that these queries lie in; the borders of documents aren't known here.
         reach = pattern.segments if cu_seqlens is None else (T,)
         rows, parts = max(1, _DENSE // max(1, B * H * min(T, 2 * max(reach)))), []
-        for first in range(0, T, rows):
-            last = min(T, first + rows)
+        stretches = _stretches(pattern, T, B * H) if cu_seqlens is None else []
+        for first, last in stretches or [(i, min(T, i + rows)) for i in range(0, T, rows)]:
             low = min(first // w * w for w in reach)
             high = min(T, max(-(-last // w) * w for w in reach))
+            given = (qw[:, first:last], kw[:, low:high], vw[:, low:high], first, low)
+            rest = (pattern, causal, scale, combine_grad)
             parts.append(
-                checkpoint(
-                    _attend, qw[:, first:last], kw[:, low:high], vw[:, low:high], first, low, origin,
-                    pattern, causal, scale, combine_grad, use_reentrant=False,
-                )
+                checkpoint(_mixed, *given, *rest, use_reentrant=False) if stretches
+                else checkpoint(_attend, *given, origin, *rest, use_reentrant=False)
             )  # fmt: skip
         y, lse = torch.cat([part[0] for part in parts], 1), torch.cat([part[1] for part in parts], 2)
     return (y.to(q.dtype), lse) if return_lse else y.to(q.dtype)
@@ -118,6 +121,66 @@ def _attend(
         weights = torch.exp(lses - total.masked_fill(~seen, 0.0)).detach()
         y = sum(weight[..., None] * out for weight, (_, out) in zip(weights, each, strict=True))
     return y.permute(0, 3, 1, 2, 4).reshape(B, T, H, D), total.reshape(B, H, T)
+
+
+def _stretches(pattern: Pattern, T: int, each: int) -> list[tuple[int, int]]:
+    """Stretches of tokens that no branch's segment border cuts, with at most `_DENSE` scores of a branch for
+    `each` rows and heads; none where there are so many that they would take longer than all pairs."""
+    keys = max(-(-min(w, T) // r) for w, r in zip(pattern.segments, pattern.rates, strict=True))
+    rows = max(1, _DENSE // max(1, each * keys))
+    if sum(T // w for w in pattern.segments) + T // rows > _STRETCHES:
+        return []
+    borders = sorted({T, *(i for w in pattern.segments for i in range(0, T, w))})
+    return [
+        (first, min(first + rows, border))
+        for start, border in itertools.pairwise(borders)
+        for first in range(start, border, rows)
+    ]
+
+
+def _mixed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first: int,
+    low: int,
+    pattern: Pattern,
+    causal: bool,
+    scale: float,
+    combine_grad: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_attend`, of queries between which no segment has its border: a softmax for each branch."""
+    B, n, H, D = q.shape
+    kv, end = k.shape[2], low + k.shape[1]
+    q = q.unflatten(2, (kv, H // kv))
+    outs, lses = [], []
+    for w, r, phases in zip(*pattern, strict=True):
+        start = first // w * w
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:4], -torch.inf)
+        for phase in sorted(set(phases)):
+            heads = [head for head, own in enumerate(phases) if own == phase]
+            skip = (phase - (first - start)) % r
+            if skip >= n:
+                continue
+            keys = slice(start + phase - low, min(start + w, end) - low, r)
+            scores = torch.einsum("bthgd,bshd->bthgs", q[:, skip::r, heads], k[:, keys, heads]) * scale
+            if causal:
+                t = torch.arange(first + skip, first + n, r, device=q.device)
+                u = torch.arange(low + keys.start, low + keys.stop, r, device=q.device)
+                scores = scores.masked_fill((u > t[:, None])[:, None, None], -torch.inf)
+            out[:, skip::r, heads] = torch.einsum("bthgs,bshd->bthgd", scores.softmax(-1), v[:, keys, heads])
+            lse[:, skip::r, heads] = scores.logsumexp(-1)
+        outs.append(out)
+        lses.append(lse)
+    each = torch.stack(lses)
+    seen = each.amax(0) > -torch.inf
+    total = each.masked_fill(~seen, 0.0).logsumexp(0)
+    weights = torch.exp(each - total)
+    if combine_grad != "exact":
+        weights = weights.detach()
+    y = (weights[..., None] * torch.stack(outs)).sum(0)
+    lse = total.masked_fill(~seen, -torch.inf)
+    return y.reshape(B, n, H, D), lse.reshape(B, n, H).transpose(1, 2)
 
 
 def _softmax(scores: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
