@@ -78,7 +78,7 @@ def older(folder: Path, **changes: Any) -> list[dict[str, Any]]:
     """Adds an H200 that measured last to a `folder` with an H100's results; the H100's rows."""
     file = results.read(folder / "h100" / "ops.json")
     now = environment(device="NVIDIA H200", date="2026-02-01", **changes)
-    results.write(folder / "h200" / "ops.json", File(now, file.rows))
+    results.write(folder / "h200" / "ops.json", File(now, [row | {"date": now.date} for row in file.rows]))
     return file.rows
 
 
@@ -88,6 +88,10 @@ def test_readme_shows_the_newest_card_in_full_and_folds_the_others(rms_norm: Op,
     results.write(folder / "h200x2" / "train.json", File(environment(device="NVIDIA H200"), []))
     newest, _, earlier = readme.render(folder).partition("<details><summary>Earlier: ")
     assert newest.startswith("**NVIDIA H200**, torch 2.11.0, triton 3.6.0, 2026-02-01: ")
+    stale = results.read(folder / "h200" / "ops.json")
+    stale.rows[0]["date"] = "2026-01-30"
+    results.write(folder / "h200" / "ops.json", stale)
+    assert "triton 3.6.0, 2026-01-30 to 2026-02-01: " in readme.render(folder)
     assert "[results/h200x2/train.json]" in newest, "the same card's, though older than the H100's"
     assert "The 1 cells in which a peer is faster" in newest
     assert "Cells not measured yet" in newest

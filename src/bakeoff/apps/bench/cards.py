@@ -15,7 +15,7 @@ import msgspec
 from bakeoff.apps.bench import results
 from bakeoff.apps.bench.results import Env, File
 
-__all__ = ["FILES", "Card", "cards", "folded", "note_on_sources", "stamp"]
+__all__ = ["FILES", "Card", "cards", "days", "folded", "note_on_sources", "stamp"]
 
 FILES = ("ops.json", "selection.json", "step.json", "decode.json", "swap.json", "train.json", "context.json")
 """What a card's folder may hold, in the order in which it is shown."""
@@ -46,9 +46,16 @@ def cards(folder: Path) -> list[Card]:
     return [msgspec.structs.replace(card, newest=number == 0) for number, card in enumerate(found)]
 
 
-def stamp(env: Env) -> str:
-    """The card, the versions and the day of a measurement."""
-    return f"{env.device}, torch {env.torch}, triton {env.triton}, {env.date[:10]}"
+def stamp(env: Env, days: Iterable[str] = ()) -> str:
+    """The card, the versions and the day of a measurement, or the first and last of its `days`."""
+    span = sorted({*days}) or [env.date[:10]]
+    when = span[0] if span[0] == span[-1] else f"{span[0]} to {span[-1]}"
+    return f"{env.device}, torch {env.torch}, triton {env.triton}, {when}"
+
+
+def days(rows: Iterable[dict[str, Any]]) -> set[str]:
+    """The days on which rows of ops were measured."""
+    return {row["date"][:10] for row in rows if row.get("date")}
 
 
 def note_on_sources(rows: Iterable[dict[str, Any]], where: str, *, newest: bool) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bakeoff.apps.bench import results
-from bakeoff.apps.bench.cards import cards, stamp
+from bakeoff.apps.bench.cards import cards, days, stamp
 from bakeoff.apps.bench.results import Env, cell_of
 from bakeoff.apps.tabular import markdown_table
 
@@ -35,6 +35,8 @@ class Line(NamedTuple):
     """Our fastest kernel's time over the fastest peer's, by cell."""
     current: bool
     """Whether all of these rows measured today's sources."""
+    days: set[str]
+    """On which they were measured."""
 
 
 def lines(folder: Path) -> list[Line]:
@@ -84,8 +86,9 @@ def _line(op: str, env: Env, way: str, regime: str, contests: Contests) -> Line:
         others = [row["us"] for row in timed if not results.ours(row)]
         if ours and others:
             peers.append(min(ours) / min(others))
-    current = all(results.current(row) for rows in contests for row in rows)
-    return Line(op, env, way, regime, len(contests), plain, peers, current)
+    held = [row for rows in contests for row in rows]
+    current = all(results.current(row) for row in held)
+    return Line(op, env, way, regime, len(contests), plain, peers, current, days(held))
 
 
 def table(folder: Path) -> str:
@@ -106,7 +109,10 @@ def table(folder: Path) -> str:
         for line in shown
     ]
     heads = ("op", "GPU", "what", "cells", "choice / plain", "ours / best peer", "lost")
-    cards_shown = dict.fromkeys(stamp(line.env) for line in shown)
+    measured: dict[str, list[Line]] = defaultdict(list)
+    for line in shown:
+        measured[stamp(line.env)].append(line)
+    cards_shown = [stamp(own[0].env, set().union(*(line.days for line in own))) for own in measured.values()]
     return (
         "![Time of what is chosen over plain PyTorch's](docs/images/results.svg)\n\n"
         f"{markdown_table(heads, rows)}\n\n"

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from bakeoff.apps.bench import results
-from bakeoff.apps.bench.cards import cards, folded, note_on_sources, stamp
+from bakeoff.apps.bench.cards import cards, days, folded, note_on_sources, stamp
 from bakeoff.apps.tabular import markdown_table
 
 __all__ = ["render", "rewritten"]
@@ -42,12 +42,12 @@ def render(op: str, folder: Path) -> str:
             timed = [row for row in file.rows if row.get("op") == op and row["us"] is not None]
             if path.name != "ops.json" or not timed:
                 continue
-            name = path.relative_to(folder.parent).as_posix()
+            name, when = path.relative_to(folder.parent).as_posix(), stamp(file.env, days(timed))
             stale = _stale_cases(timed) if card.newest else set()
-            tables = _tables(op, timed, f"{stamp(file.env)} ([{name}](../{name}))", stale)
+            tables = _tables(op, timed, f"{when} ([{name}](../{name}))", stale)
             note = note_on_sources(timed, name, newest=card.newest)
             tables += [note] if note else []
-            parts += tables if card.newest else [folded(f"Earlier: {stamp(file.env)}", tables)]
+            parts += tables if card.newest else [folded(f"Earlier: {when}", tables)]
     return "\n\n".join(parts)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from bakeoff.apps.bench import overview, results
-from bakeoff.apps.bench.cards import FILES, cards, folded, note_on_sources, stamp
+from bakeoff.apps.bench.cards import FILES, cards, days, folded, note_on_sources, stamp
 from bakeoff.apps.bench.results import File, cell_of
 from bakeoff.apps.bench.step import MODES, OF_MEMORY
 from bakeoff.apps.bench.suites import cells
@@ -75,7 +75,7 @@ def _ops(file: File, name: str, newest: bool) -> str:
         lines.append(line)
         lost += losing
     start = (
-        f"**{env.device}**, torch {env.torch}, triton {env.triton}, {env.date[:10]}: {limits}. "
+        f"{stamp(env, days(file.rows)).replace(env.device, f'**{env.device}**', 1)}: {limits}. "
         f"`bakeoff bench` wrote [{name}](../{name}).\n"
         "Ratios of times, median and worst; below 1 is faster; plain is PyTorch op by op. Lost are cells "
         "where a peer is faster, which includes peers that were rejected for their error after being timed."
