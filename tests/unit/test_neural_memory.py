@@ -83,7 +83,7 @@ def recurrence(module: NeuralMemory, x: Tensor) -> Tensor:
 
 def shortened(v: Tensor) -> Tensor:
     """What a memory makes of values v [..., E]."""
-    return v / (1 + v.square().sum(-1, keepdim=True)).sqrt()
+    return v / (v.shape[-1] / 64 + v.square().sum(-1, keepdim=True)).sqrt()
 
 
 def ask(memory: list[Tensor], x: Tensor) -> Tensor:
