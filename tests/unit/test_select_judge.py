@@ -11,6 +11,7 @@ from bakeoff.ops.muon.op import muon_case
 from bakeoff.ops.norm_linear.op import OP, _case
 from bakeoff.select import Candidate, Case, TensorMeta
 from bakeoff.select.contests.draw import nudged
+from bakeoff.select.contests.examine import examine
 from bakeoff.select.contests.judge import FURTHER, Inaccurate, judge
 from bakeoff.select.contests.results import outputs_of, results
 from bakeoff.select.contests.verify import verify
@@ -102,6 +103,7 @@ def test_one_unlucky_draw_is_no_rejection(times: float, everywhere: bool, passes
     candidate = Candidate("scaled", call)
     if passes:
         assert verify(OP, candidate, [stick])[0].gain > stick.allowed("output", "gain")
+        examine(OP, candidate, stick)
     else:
         with pytest.raises(Inaccurate, match=r"gain|rms"):
             verify(OP, candidate, [stick])

@@ -140,7 +140,7 @@ def _late(op: Op, candidate: Candidate, stick: Yardstick) -> dict[str, torch.Ten
         copies, cotangents = Copies(op, stick.args), [fenced(dy) for dy in stick.cotangents]
         pause = _Pause([*copies.args, *cotangents], [*stick.args, *stick.cotangents], cycles)
         with _named("late"), Poison():
-            found = run(candidate, copies, cotangents, stick, "late", pause)
+            found = run(candidate, copies, cotangents, stick, pause=pause)
         check_inputs(copies, cotangents, stick)
         found |= copies.new_values()
         if not pause.was_over:
