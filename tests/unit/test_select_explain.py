@@ -147,6 +147,7 @@ def test_a_stale_row_and_a_busy_device_are_mentioned(op: Op, monkeypatch: pytest
     policy.store.forget()
     found = explain(op, *ARGS)
     assert found.why.endswith("from user cache (measured under other versions)")
+    assert found.source == "user cache (measured under other versions)", "which the command line prints"
     assert "warning: 3 other process(es) use the GPU" in str(found)
 
 

@@ -11,6 +11,7 @@ import torch
 from bakeoff import hardware
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.dispatch import ASK, Asked, checked, choose
+from bakeoff.select.choose.table import Found
 from bakeoff.select.choose.tune import recording
 from bakeoff.select.contests.verdict import Trial, Verdict
 from bakeoff.select.declare.case import Case
@@ -96,21 +97,22 @@ def explain_case(op: Op, case: Case, settings: policy.Settings | None = None) ->
     settings = settings or policy.current()
     if settings.policy == "tune":
         settings = msgspec.structs.replace(settings, policy="table")
-    choice = choose(op, case, settings)
+    choice = choose(op, case, settings, real=False)
     chosen = choice.candidate.name
     name = key(op, case, settings.on(case.device))
     if choice.found is not None:
-        verdict, source = choice.found.verdict, choice.found.source
+        verdict, source = choice.found.verdict, _source(choice.found)
         rows = rows_of(verdict, case.device, chosen)
         return Explanation(
             op.name, name, chosen, choice.why, source, rows, verdict.warning, verdict, choice.variant
         )
     overridden = op.name in dict(settings.overrides)
-    if overridden or settings.policy in ("off", "heuristic"):
+    if overridden or settings.require or settings.policy in ("off", "heuristic"):
         known = policy.store.lookup(op, name, case.device)
         if known is not None:
-            reason = choice.why if overridden else f"forced by the policy {settings.policy}"
-            source = known.source + (" (measured under other versions)" if known.stale else "")
+            told = overridden or settings.require
+            reason = choice.why if told else f"forced by the policy {settings.policy}"
+            source = _source(known)
             rows = tuple(_forced(row, reason) for row in rows_of(known.verdict, case.device, chosen))
             reason = next((row.why for row in rows if row.chosen), reason)
             return Explanation(op.name, name, chosen, reason, source, rows, known.verdict.warning)
@@ -119,12 +121,17 @@ def explain_case(op: Op, case: Case, settings: policy.Settings | None = None) ->
     return Explanation(op.name, name, chosen, choice.why, "no verdict for this key", rows)
 
 
+def _source(found: Found) -> str:
+    return found.source + (" (measured under other versions)" if found.stale else "")
+
+
 def choices(step: Callable[[], object]) -> set[tuple[str, str]]:
     """Every (op, candidate) that step() runs; nothing is tuned meanwhile."""
     with recording() as recorded:
         step()
     settings = policy.unsettled(policy.current())
-    return {(op.name, choose(op, case, settings).candidate.name) for op, case in recorded.values()}
+    chosen = ((op, choose(op, case, settings, real=False)) for op, case in recorded.values())
+    return {(op.name, choice.candidate.name) for op, choice in chosen}
 
 
 def rows_of(verdict: Verdict, device: str, chosen: str) -> tuple[Row, ...]:
