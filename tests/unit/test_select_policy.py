@@ -233,6 +233,7 @@ def test_an_unknown_policy_in_the_environment_is_named() -> None:
         ({"policy": "zzz"}, PolicyError, "The policies are off, heuristic, table, tune, pinned, strict"),
         ({"policy": "pinned"}, PolicyError, "'pinned:FILE'"),
         ({"policy": "table:x.json"}, PolicyError, "other policies take no file"),
+        ({"policy": True}, PolicyError, "a policy is a word or 'pinned:FILE', got True"),
         ({"regime": "compiled"}, PolicyError, "use 'eager' or 'graph'"),
         ({"rms_nrom": "eager"}, PolicyError, "no op 'rms_nrom'; did you mean 'rms_norm'?"),
         ({"rms_norm": "tritn"}, Unsupported, "rms_norm has no candidate 'tritn'; it has eager"),
