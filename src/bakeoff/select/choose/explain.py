@@ -85,6 +85,11 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     if not (isinstance(op, Op) or name):
         raise TypeError(f"explain takes an op's name, its public function or an Op, not {op!r}")
     found = op if isinstance(op, Op) else find_op(name)
+    public = _public(found)
+    if inspect.isfunction(op) and public and inspect.unwrap(op) not in (public, found.reference):
+        raise TypeError(
+            f"{op.__module__}.{name} is not the op {name}: pass the op's name, or {public.__module__}'s"
+        )
     settings, impl = policy.current(), kwargs.pop("impl", None)
     if impl is not None:
         overrides = {**dict(settings.overrides), found.name: impl}
@@ -174,9 +179,10 @@ def _forced(row: Row, why: str) -> Row:
 
 def _case(op: Op, asked: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
     """The case that a call of `asked` (the op, its name or its public function) makes: by the public function
-    where it takes the op's own arguments, which it may cast and complete; else by the definition."""
+    where it takes the op's own arguments, which it may cast and complete, or some of them in a tuple; else by
+    the definition."""
     public = _public(op) if isinstance(asked, str) else asked
-    if inspect.isfunction(public) and {*inspect.signature(public).parameters} == {*op.params, "impl"}:
+    if inspect.isfunction(public) and _takes(public, op, args, kwargs):
         try:
             public(*args, **kwargs, impl=ASK)
         except Asked as answer:
@@ -184,6 +190,23 @@ def _case(op: Op, asked: object, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     bound = inspect.signature(op.reference).bind(*args, **kwargs)
     bound.apply_defaults()
     return checked(op, [bound.arguments[name] for name in op.params])
+
+
+def _takes(public: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a public function takes the op's own arguments; or takes `args` and `kwargs`, and the op's
+    arguments in tuples, as `memory` for memory_w1 and others."""
+    signature = inspect.signature(public)
+    names, own = {*signature.parameters} - {"impl"}, {*op.params}
+    tuples = tuple(f"{name}_" for name in names - own)
+    if "impl" not in signature.parameters or not all(name.startswith(tuples) for name in own - names):
+        return False
+    if not tuples:
+        return names == own
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _public(op: Op) -> Any:
