@@ -181,7 +181,7 @@ def _changed(
 
 def _file(argument: str) -> str:
     try:
-        return str(expanded(argument))
+        return str(expanded(argument).absolute())  # another file after a change of folder
     except FileNotFoundError as error:
         raise TableError(f"the pinned table {argument} can't be read: {error.strerror}") from None
 
