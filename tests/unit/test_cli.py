@@ -139,6 +139,9 @@ def test_module_is_the_command() -> None:
         ["demo", "--seconds", "0"],
         ["table", "import"],
         ["train", "--no-such-option"],
+        ["tune", "--missed", "llm-med-tiny"],
+        ["tune", "--missed", "--data", "corpus"],
+        ["tune", "--missed", "--config", "mine.toml"],
     ],
 )
 def test_wrong_usage_is_2(arguments: list[str]) -> None:
@@ -550,6 +553,21 @@ def test_table_path_show(cache: Path) -> None:
     assert "stale: torch 2.11.0" in stale
     foreign = ok("table", "show", keep(cache / "foreign.json", row, device="NVIDIA B300"), "--device", "cpu")
     assert "another machine's" in foreign
+
+
+def test_a_table_that_can_not_be_read_hides_no_other(cache: Path) -> None:
+    row = verdict()
+    own = Path(keep(policy.store.path("cpu"), row))
+    newer = own.with_name(f"{own.name.partition('.')[0]}.newer.json")
+    newer.write_text('{"schema": 2}')
+    for words in (["table", "show"], ["explain"]):
+        done = cli(*words, "--device", "cpu")
+        assert done.exit_code == 0
+        assert row.key in done.stdout
+        assert "ignored" in done.stderr
+    done = cli("table", "show", str(newer), "--device", "cpu")
+    assert done.exit_code == 1
+    assert "is not a table" in done.stderr
 
 
 def test_rows_without_a_candidate_of_today_are_not_in_force(cache: Path) -> None:

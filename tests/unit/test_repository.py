@@ -197,6 +197,7 @@ def test_readme_example_runs() -> None:
     done = run(sys.executable, "-c", example)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "choice:" in done.stdout
+    assert "source: measured now" in done.stdout, "each call runs its winner, the page says"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

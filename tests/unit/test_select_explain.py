@@ -147,6 +147,7 @@ def test_a_stale_row_and_a_busy_device_are_mentioned(op: Op, monkeypatch: pytest
     policy.store.forget()
     found = explain(op, *ARGS)
     assert found.why.endswith("from user cache (measured under other versions)")
+    assert found.source == "user cache (measured under other versions)", "which the command line prints"
     assert "warning: 3 other process(es) use the GPU" in str(found)
 
 
@@ -165,6 +166,8 @@ def test_ops_go_by_name_function_or_declaration() -> None:
         bakeoff.explain(3, x)
     with pytest.raises(ValueError, match="must be on one device"):
         bakeoff.explain("rms_norm", x, torch.ones(4, device="meta"))
+    with pytest.raises(TypeError, match=r"torch.nn.functional.rms_norm is not the op rms_norm"):
+        bakeoff.explain(torch.nn.functional.rms_norm, x, (4,))
 
 
 def test_a_call_is_explained_as_its_public_function_makes_it() -> None:
@@ -175,6 +178,16 @@ def test_a_call_is_explained_as_its_public_function_makes_it() -> None:
         report = bakeoff.tune(lambda: bakeoff.ops.byte_spectral(ids, table, window, weight=weight), 0)
     assert found.key in report.unsettled, "a weight in bfloat16"
     assert bakeoff.explain("rms_norm", torch.ones(2, 4), torch.ones(4), offset=1).key.count("offset=1.0") == 1
+
+
+@pytest.mark.parametrize("name", ["memory_scan", "memory_update"])
+def test_tuples_of_arguments_are_explained_as_the_call_takes_them(name: str) -> None:
+    memory = (torch.zeros(2, 6, 4), torch.zeros(2, 6), torch.zeros(2, 4, 6), torch.zeros(2, 4))
+    gates = [torch.zeros((2, 8) if name == "memory_scan" else (2,))] * 3
+    inputs = [torch.ones(2, 8, 4)] * (3 if name == "memory_scan" else 2)
+    flat = bakeoff.explain(name, *inputs, *memory, *memory, *gates)
+    for op in (name, getattr(bakeoff.ops, name)):
+        assert bakeoff.explain(op, *inputs, memory, memory, *gates).key == flat.key
 
 
 def test_a_forced_implementation_is_explained(op: Op) -> None:

@@ -1,6 +1,7 @@
 """What calls missed is written down and settled; what must be batch invariant is; locks and jobs end."""
 
 import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 
 from bakeoff import hardware
 from bakeoff.errors import PolicyError
-from bakeoff.select import Candidate, Op, call, tune, tune_missed
+from bakeoff.select import Candidate, Case, Op, call, explain, tune, tune_missed
 from bakeoff.select.choose import missed, policy, table
 from bakeoff.select.choose.policy import using
 from bakeoff.select.choose.require import family
 from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.side_by_side import most_jobs
+from bakeoff.select.contests.wire import encode_dtype
 from bakeoff.select.declare.key import key
 from tests.unit import zoo
 from tests.unit.verdicts import made, no_verdicts
@@ -54,6 +56,41 @@ def test_a_folder_that_cannot_be_written_is_no_error(op: Op, monkeypatch: pytest
     monkeypatch.setenv("BAKEOFF_CACHE", "/dev/null/nowhere")
     run(op, 16)
     assert not missed.misses()
+
+
+def test_a_call_that_is_only_explained_was_not_missed(op: Op) -> None:
+    explain(op, torch.randn(16, 48), torch.randn(48), None)
+    assert not missed.misses()
+    run(op, 16)
+    assert len(missed.misses()) == 1
+
+
+def test_what_other_machines_missed_stays_for_them(op: Op) -> None:
+    run(op, 16)
+    (case,) = (case for _, case, _ in missed.misses().values())
+    elsewhere = missed.Miss(op.name, Case(case.args, "cuda:97"), "graph")
+    line = msgspec.json.encode(elsewhere, enc_hook=encode_dtype) + b"\n"
+    missed._path().write_bytes(missed._path().read_bytes() + line)
+    assert [case.device for _, case, _ in missed.misses().values()] == ["cpu"]
+    assert tune_missed(20.0, jobs=1).measured == 1
+    assert missed._path().read_bytes() == line
+
+
+def test_a_pipe_in_the_place_of_the_list_stops_nothing(op: Op) -> None:
+    missed._path().parent.mkdir(parents=True)
+    os.mkfifo(missed._path())
+    run(op, 16)
+    assert not missed.misses()
+
+
+def test_tensors_without_data_are_not_missed(op: Op) -> None:
+    x, w = torch.randn(16, 48, device="meta"), torch.randn(48, device="meta")
+    report = tune(lambda: call(op, x, w, None), 20.0, jobs=1)
+    assert report.unsettled == {}
+    assert call(op, x, w, None).shape == x.shape
+    assert not missed._path().exists()
+    with using("strict"):
+        assert call(op, x, w, None).shape == x.shape
 
 
 # ------------------------------------------------------------------------------- batch invariance
@@ -113,7 +150,10 @@ def test_one_invariant_candidate_runs_for_all_numbers_of_rows(op: Op) -> None:
             with using(require=required):
                 run(op, 16)
                 run(op, 512)
+                found = explain(op, torch.randn(16, 48), torch.randn(48), None)
             assert ran == expected
+            assert found.choice == expected[0]
+            assert {row.candidate: row.us for row in found.rows} == {"eager": 9.0, "one": 1.0, "two": 2.0}
         policy.store.add([row(16, 1.0, 2.0, ("one",)), row(512, 8.0, 1.0, ("two",))], "cpu")
         policy.forget()
         with using(require="batch_invariant"), pytest.raises(PolicyError, match="no candidate was seen"):

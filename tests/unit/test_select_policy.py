@@ -146,6 +146,18 @@ def test_pinned_is_that_table_and_nothing_else(op: Op, tmp_path: Path, form: str
         assert who_runs(op, rows=5) == "eager", "not in that table: plain PyTorch"
 
 
+def test_a_pinned_path_means_the_file_in_the_folder_of_now(
+    op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for winner in ("one", "two"):
+        folder = tmp_path / winner
+        folder.mkdir()
+        pinned(op, folder / "mine.json", winner)
+        monkeypatch.chdir(folder)
+        with using("pinned:mine.json"):
+            assert who_runs(op) == winner
+
+
 @pytest.mark.parametrize(
     ("fact", "value", "said"),
     [
@@ -233,6 +245,7 @@ def test_an_unknown_policy_in_the_environment_is_named() -> None:
         ({"policy": "zzz"}, PolicyError, "The policies are off, heuristic, table, tune, pinned, strict"),
         ({"policy": "pinned"}, PolicyError, "'pinned:FILE'"),
         ({"policy": "table:x.json"}, PolicyError, "other policies take no file"),
+        ({"policy": True}, PolicyError, "a policy is a word or 'pinned:FILE', got True"),
         ({"regime": "compiled"}, PolicyError, "use 'eager' or 'graph'"),
         ({"rms_nrom": "eager"}, PolicyError, "no op 'rms_nrom'; did you mean 'rms_norm'?"),
         ({"rms_norm": "tritn"}, Unsupported, "rms_norm has no candidate 'tritn'; it has eager"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bakeoff.errors import BakeoffError
 from bakeoff.select import Candidate, Op, call, replay, sentinel
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.policy import using
@@ -82,3 +83,14 @@ def test_off_by_default_and_each_kind_of_call_has_its_turn(op: Op) -> None:
     assert not guard.failed
     with pytest.raises(ValueError, match="number of steps"), sentinel(every=0):
         pass
+
+
+@pytest.mark.parametrize("held", [b"", b"no file of torch's", {"a": 1}, [1]])
+def test_a_file_of_something_else_is_not_replayed(tmp_path: Path, held: object) -> None:
+    file = tmp_path / "other.pt"
+    if isinstance(held, bytes):
+        file.write_bytes(held)
+    else:
+        torch.save(held, file)
+    with pytest.raises(BakeoffError, match=r"other\.pt can't be replayed: give a file that sentinel wrote"):
+        replay(file)

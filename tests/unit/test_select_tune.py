@@ -94,6 +94,15 @@ def test_an_unknown_regime_is_an_error_before_the_step(op: Op, held: list[str], 
     assert toys.ran == held == []
 
 
+def test_regimes_may_come_from_an_iterator(op: Op, held: list[str]) -> None:
+    assert len(tune(lambda: run(op), regimes=iter(["eager"])).verdicts) == len(held) == 1  # type: ignore[arg-type]
+
+
+def test_a_step_that_was_called_already_is_named() -> None:
+    with pytest.raises(TypeError, match="step is None: pass the function itself"):
+        tune(None)  # type: ignore[arg-type]
+
+
 def test_it_settles_the_keys_of_one_step_and_puts_them_in_force(op: Op, held: list[str]) -> None:
     steps: list[int] = []
 

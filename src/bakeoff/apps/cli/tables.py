@@ -1,6 +1,7 @@
 """table: show, copy and compare the verdicts on disk."""
 
 import datetime
+import logging
 from pathlib import Path
 
 import click
@@ -19,6 +20,8 @@ from bakeoff.select.declare.variants import label
 
 __all__ = ["diff", "export", "import_", "path", "show", "standing"]
 
+log = logging.getLogger("bakeoff")
+
 
 def path(device: str) -> None:
     """Print where the table is."""
@@ -29,11 +32,20 @@ def show(file: Path | None, device: str) -> None:
     """Print the verdicts in `file`, or in every table this machine reads, and whether each is in force."""
     device = str(named_device(device))
     paths = [file] if file else [path for path in policy.store.paths(device) if _exists(path)]
-    if not paths:
+    shown = 0
+    for path in paths:
+        try:
+            table = read(path)
+        except TableError as error:
+            if file:
+                raise
+            log.warning("%s; ignored", error)  # as calls do
+            continue
+        _show(table, path, device)
+        shown += 1
+    if not shown:
         own = policy.store.path(device)
         click.echo(f"no verdicts yet: bakeoff tune RECIPE measures some (they go to {own})")
-    for path in paths:
-        _show(read(path), path, device)
 
 
 def _show(table: Table, path: Path, device: str) -> None:

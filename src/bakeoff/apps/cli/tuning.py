@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from rich.console import Console
 
@@ -34,6 +35,11 @@ def run(
 ) -> None:
     """Hold the contests of one real step of the configured recipe, or those for what calls have missed, and
     print what was decided."""
+    if missed and (words or file or data):
+        raise click.UsageError(
+            "--missed takes no step of a recipe: leave out the recipe, KEY=VALUE, --config and --data",
+            click.get_current_context(),
+        )
     out = console()
     budget_s = (_THOROUGH_S if thorough else _BUDGET_S) if budget is None else budget
     with working(out, "preparing") as status:

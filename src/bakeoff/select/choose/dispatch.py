@@ -174,16 +174,17 @@ def _loads_under_capture() -> bool:
     return hardware.driver_cuda() >= (12, 3)
 
 
-def choose(op: Op, case: Case, settings: policy.Settings) -> Choice:
-    """`_chosen`, but plain PyTorch where the sentinel saw what was chosen go wrong."""
-    choice = _chosen(op, case, settings)
+def choose(op: Op, case: Case, settings: policy.Settings, *, real: bool = True) -> Choice:
+    """`_chosen`, but plain PyTorch where the sentinel saw what was chosen go wrong. Of `real` calls, which
+    are about to run, misses are written down."""
+    choice = _chosen(op, case, settings, real)
     if op.name in dict(settings.overrides):
         return choice
     why = sentinel.quarantined(key(op, case, settings.on(case.device)), choice.candidate.name)
     return choice if why is None else Choice(op.incumbent, why, choice.found)
 
 
-def _chosen(op: Op, case: Case, settings: policy.Settings) -> Choice:
+def _chosen(op: Op, case: Case, settings: policy.Settings, real: bool) -> Choice:
     """The decision for `case` under `settings`; holds a contest only under the ``tune`` policy.
 
     A candidate that a verdict ranks runs in the configuration it was measured with. What is forced, or taken
@@ -194,6 +195,8 @@ def _chosen(op: Op, case: Case, settings: policy.Settings) -> Choice:
         return Choice(able(op, case, forced, settings.regime), "forced by override", None)
     if settings.policy == "off":
         return Choice(op.incumbent, "selection is off", None)
+    if case.device == "meta":
+        return Choice(op.incumbent, "tensors without data: there is nothing to measure", None)
     name = key(op, case, settings.on(case.device))
     if settings.require:
         known = policy.store.lookup(op, name, case.device)
@@ -218,7 +221,7 @@ def _chosen(op: Op, case: Case, settings: policy.Settings) -> Choice:
             variant = _variant(op, case, best, found)
             default = ", in its default configuration" if found.verdict.variant(best.name) != variant else ""
             return Choice(best, f"{why}, from {found.source}{stale}{default}", found, variant)
-    return _missed(op, case, settings, name)
+    return _missed(op, case, settings, name, real)
 
 
 def _pinned(op: Op, name: str, device: str, settings: policy.Settings) -> Found | None:
@@ -234,7 +237,7 @@ def _pinned(op: Op, name: str, device: str, settings: policy.Settings) -> Found 
     return Found(row, f"pinned table {settings.pinned}{where}", stale=False)
 
 
-def _missed(op: Op, case: Case, settings: policy.Settings, name: str) -> Choice:
+def _missed(op: Op, case: Case, settings: policy.Settings, name: str, real: bool) -> Choice:
     if settings.policy == "strict":
         raise PolicyError(
             f"no verdict for {name}, and the policy is strict. Run bakeoff.tune(step) or "
@@ -243,7 +246,7 @@ def _missed(op: Op, case: Case, settings: policy.Settings, name: str) -> Choice:
     if settings.policy == "pinned":
         say_once(f"{name} is not in {settings.pinned}: plain PyTorch is used", logging.WARNING)
         return Choice(op.incumbent, "not in the pinned table", None)
-    if settings.policy == "table":
+    if real and settings.policy == "table":
         missed.keep(op, case, settings.on(case.device), name)
     guess = op.by_name[op.heuristic(case, settings.on(case.device))]
     reasons = guess.reasons(case)

@@ -11,6 +11,7 @@ import torch
 from bakeoff import hardware
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.dispatch import ASK, Asked, checked, choose
+from bakeoff.select.choose.table import Found
 from bakeoff.select.choose.tune import recording
 from bakeoff.select.contests.verdict import Trial, Verdict
 from bakeoff.select.declare.case import Case
@@ -84,6 +85,11 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     if not (isinstance(op, Op) or name):
         raise TypeError(f"explain takes an op's name, its public function or an Op, not {op!r}")
     found = op if isinstance(op, Op) else find_op(name)
+    public = _public(found)
+    if inspect.isfunction(op) and public and inspect.unwrap(op) not in (public, found.reference):
+        raise TypeError(
+            f"{op.__module__}.{name} is not the op {name}: pass the op's name, or {public.__module__}'s"
+        )
     settings, impl = policy.current(), kwargs.pop("impl", None)
     if impl is not None:
         overrides = {**dict(settings.overrides), found.name: impl}
@@ -96,21 +102,22 @@ def explain_case(op: Op, case: Case, settings: policy.Settings | None = None) ->
     settings = settings or policy.current()
     if settings.policy == "tune":
         settings = msgspec.structs.replace(settings, policy="table")
-    choice = choose(op, case, settings)
+    choice = choose(op, case, settings, real=False)
     chosen = choice.candidate.name
     name = key(op, case, settings.on(case.device))
     if choice.found is not None:
-        verdict, source = choice.found.verdict, choice.found.source
+        verdict, source = choice.found.verdict, _source(choice.found)
         rows = rows_of(verdict, case.device, chosen)
         return Explanation(
             op.name, name, chosen, choice.why, source, rows, verdict.warning, verdict, choice.variant
         )
     overridden = op.name in dict(settings.overrides)
-    if overridden or settings.policy in ("off", "heuristic"):
+    if overridden or settings.require or settings.policy in ("off", "heuristic"):
         known = policy.store.lookup(op, name, case.device)
         if known is not None:
-            reason = choice.why if overridden else f"forced by the policy {settings.policy}"
-            source = known.source + (" (measured under other versions)" if known.stale else "")
+            told = overridden or settings.require
+            reason = choice.why if told else f"forced by the policy {settings.policy}"
+            source = _source(known)
             rows = tuple(_forced(row, reason) for row in rows_of(known.verdict, case.device, chosen))
             reason = next((row.why for row in rows if row.chosen), reason)
             return Explanation(op.name, name, chosen, reason, source, rows, known.verdict.warning)
@@ -119,12 +126,17 @@ def explain_case(op: Op, case: Case, settings: policy.Settings | None = None) ->
     return Explanation(op.name, name, chosen, choice.why, "no verdict for this key", rows)
 
 
+def _source(found: Found) -> str:
+    return found.source + (" (measured under other versions)" if found.stale else "")
+
+
 def choices(step: Callable[[], object]) -> set[tuple[str, str]]:
     """Every (op, candidate) that step() runs; nothing is tuned meanwhile."""
     with recording() as recorded:
         step()
     settings = policy.unsettled(policy.current())
-    return {(op.name, choose(op, case, settings).candidate.name) for op, case in recorded.values()}
+    chosen = ((op, choose(op, case, settings, real=False)) for op, case in recorded.values())
+    return {(op.name, choice.candidate.name) for op, choice in chosen}
 
 
 def rows_of(verdict: Verdict, device: str, chosen: str) -> tuple[Row, ...]:
@@ -167,9 +179,10 @@ def _forced(row: Row, why: str) -> Row:
 
 def _case(op: Op, asked: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Case:
     """The case that a call of `asked` (the op, its name or its public function) makes: by the public function
-    where it takes the op's own arguments, which it may cast and complete; else by the definition."""
+    where it takes the op's own arguments, which it may cast and complete, or some of them in a tuple; else by
+    the definition."""
     public = _public(op) if isinstance(asked, str) else asked
-    if inspect.isfunction(public) and {*inspect.signature(public).parameters} == {*op.params, "impl"}:
+    if inspect.isfunction(public) and _takes(public, op, args, kwargs):
         try:
             public(*args, **kwargs, impl=ASK)
         except Asked as answer:
@@ -177,6 +190,23 @@ def _case(op: Op, asked: object, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     bound = inspect.signature(op.reference).bind(*args, **kwargs)
     bound.apply_defaults()
     return checked(op, [bound.arguments[name] for name in op.params])
+
+
+def _takes(public: Any, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a public function takes the op's own arguments; or takes `args` and `kwargs`, and the op's
+    arguments in tuples, as `memory` for memory_w1 and others."""
+    signature = inspect.signature(public)
+    names, own = {*signature.parameters} - {"impl"}, {*op.params}
+    tuples = tuple(f"{name}_" for name in names - own)
+    if "impl" not in signature.parameters or not all(name.startswith(tuples) for name in own - names):
+        return False
+    if not tuples:
+        return names == own
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _public(op: Op) -> Any:

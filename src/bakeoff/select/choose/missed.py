@@ -12,8 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from bakeoff.errors import BakeoffError
-from bakeoff.paths import write_whole
+from bakeoff.device import named_device
+from bakeoff.errors import BakeoffError, DeviceError
+from bakeoff.paths import contents, write_whole
 from bakeoff.select.choose import policy
 from bakeoff.select.choose.table import cache_dir
 from bakeoff.select.contests.wire import decode_dtype, encode_dtype
@@ -46,7 +47,7 @@ def keep(op: Op, case: Case, regime: str, name: str) -> None:
         line = msgspec.json.encode(Miss(op.name, op.bucket(case), regime), enc_hook=encode_dtype) + b"\n"
         path = _path()
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)
         try:
             if os.fstat(descriptor).st_size < _LARGEST:
                 os.write(descriptor, line)  # whole: it is short
@@ -55,9 +56,12 @@ def keep(op: Op, case: Case, regime: str, name: str) -> None:
 
 
 def misses() -> dict[tuple[str, str], tuple[Op, Case, str]]:
-    """By key and device what was missed and is still not in a table: (op, case, regime)."""
+    """By key and device what was missed on devices that are here, and is still not in a table: (op, case,
+    regime)."""
     found = {}
     for miss in _lines():
+        if not _here(miss):
+            continue
         try:
             op = find_op(miss.op)
             op.check(miss.case)
@@ -70,15 +74,25 @@ def misses() -> dict[tuple[str, str], tuple[Op, Case, str]]:
 
 
 def settled() -> None:
-    """Forget what is in a table by now."""
+    """Forget what is in a table by now; what other machines missed stays for them."""
     left = [Miss(op.name, case, regime) for op, case, regime in misses().values()]
+    left += [miss for miss in _lines() if not _here(miss)]
     with contextlib.suppress(OSError):
         write_whole(_path(), b"".join(msgspec.json.encode(m, enc_hook=encode_dtype) + b"\n" for m in left))
 
 
+def _here(miss: Miss) -> bool:
+    """Whether the call's device is one of this machine's; tables may lie in a folder that several share."""
+    try:
+        named_device(miss.case.device)
+    except DeviceError:
+        return False
+    return True
+
+
 def _lines() -> Iterator[Miss]:
     try:
-        text = _path().read_bytes()[: 2 * _LARGEST]
+        text = contents(_path(), 2 * _LARGEST)
     except OSError:
         return
     for line in text.splitlines():

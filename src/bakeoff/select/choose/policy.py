@@ -80,6 +80,9 @@ def using(
             decoding agree in every bit; a call for which none is known is an error. "" requires nothing.
         overrides: ``op="candidate"`` forces a candidate; it raises where it can't run.
 
+    Code that torch.compile has made keeps the choices in force when it was compiled; torch.compiler.reset()
+    lets it choose anew.
+
     Raises:
         PolicyError: an unknown policy, regime or op. Unsupported: an unknown candidate.
 
@@ -148,6 +151,8 @@ def _changed(
 ) -> Settings:
     name, pinned = old.policy, old.pinned
     if policy is not None:
+        if not isinstance(policy, str):
+            raise PolicyError(f"a policy is a word or 'pinned:FILE', got {policy!r}")
         name, _, argument = policy.removesuffix(")").replace("(", ":", 1).partition(":")
         if name not in POLICIES:
             near = difflib.get_close_matches(name, POLICIES, n=1)
@@ -176,7 +181,7 @@ def _changed(
 
 def _file(argument: str) -> str:
     try:
-        return str(expanded(argument))
+        return str(expanded(argument).absolute())  # another file after a change of folder
     except FileNotFoundError as error:
         raise TableError(f"the pinned table {argument} can't be read: {error.strerror}") from None
 

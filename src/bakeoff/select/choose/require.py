@@ -49,7 +49,7 @@ def required(op: Op, case: Case, name: str) -> tuple[Candidate, str]:
             f"them again with bakeoff.tune(step, force=True), or require nothing"
         )
     best = min(fit, key=lambda candidate: fit[candidate])
-    return op.by_name[best], f"batch invariant, as is required, in {len(rows)} verdicts"
+    return op.by_name[best], "batch invariant, as is required, in every verdict of its family"
 
 
 def _time(candidate: str, rows: list[Verdict]) -> float | None:

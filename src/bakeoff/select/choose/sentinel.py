@@ -8,7 +8,9 @@ import contextlib
 import datetime
 import itertools
 import logging
+import pickle
 import re
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import msgspec
 import torch
 
 from bakeoff import hardware
+from bakeoff.errors import BakeoffError
 from bakeoff.select.choose import hot, policy
 from bakeoff.select.choose.table import Found, cache_dir
 from bakeoff.select.contests.failure import DeviceLost, printable, reason
@@ -211,9 +214,18 @@ def replay(file: str | Path, device: str | None = None) -> str | None:
     Args:
         file: as the error's text names it.
         device: where to; default: where it happened.
+
+    Raises:
+        BakeoffError: the file is not of `sentinel`, or of a GPU that is not here.
     """
-    held = torch.load(file, weights_only=True, map_location=device)
-    op = find_op(held["op"])
+    try:
+        held = torch.load(file, weights_only=True, map_location=device)
+        op = find_op(held["op"])
+    except (EOFError, KeyError, RuntimeError, TypeError, pickle.UnpicklingError, struct.error) as error:
+        raise BakeoffError(
+            f"{file} can't be replayed: give a file that sentinel wrote, and device='cpu' where it is of a "
+            f"GPU that is not here ({type(error).__name__})"
+        ) from error
     args = [
         a.requires_grad_(grad) if isinstance(a, torch.Tensor) else a
         for a, grad in zip(held["args"], held["requires_grad"], strict=True)

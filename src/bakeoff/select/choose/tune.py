@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import reprlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,6 +93,7 @@ def tune(
 
     Raises:
         PolicyError: an unknown regime; or the ranks of this job have agreed already (`tune_together`).
+        TypeError: a step that can't be called.
         ValueError: a budget that isn't a number of seconds, or jobs that are no number, or more than the
             machine has cores.
 
@@ -102,7 +104,11 @@ def tune(
         >>> report.seconds < 60
         True
     """
-    if isinstance(regimes, str) or not {*(regimes or ())} <= {*REGIMES}:
+    if not callable(step):
+        raise TypeError(f"step is {reprlib.repr(step)}: pass the function itself, tune calls it")
+    if regimes is not None and not isinstance(regimes, str):
+        regimes = tuple(regimes)  # an iterator is used up by the first look
+    if isinstance(regimes, str) or not all(regime in REGIMES for regime in regimes or ()):
         raise PolicyError(f"regimes={regimes!r} must be some of {REGIMES}, such as ('eager',)")
     if not isinstance(budget_s, int | float) or not budget_s >= 0:
         raise ValueError(f"budget_s={budget_s!r} must be a number of seconds, at least 0")
@@ -221,8 +227,8 @@ def tune_missed(budget_s: float = 60.0, **options: Any) -> TuneReport:
 
 
 def note(op: Op, case: Case, regime: str) -> bool:
-    """Note a selection in every recording; whether there is one."""
-    for recorded in recordings:
+    """Note a selection in every recording; whether there is one. Of tensors without data nothing is noted."""
+    for recorded in recordings if case.device != "meta" else ():
         recorded[key(op, case, regime), case.device] = (op, case)
     return bool(recordings)
 
