@@ -302,6 +302,16 @@ def test_groups_may_be_added() -> None:
     assert stepper.controller.multipliers.shape == (2,)
 
 
+def test_a_first_group_may_be_empty() -> None:
+    stepper = DeepNestedOptimizer([{"params": []}], 1e-2)
+    later = parameters((2,))
+    stepper.add_param_group({"params": later})
+    gradients(later)
+    stepper.step()
+    assert stepper.controller is not None
+    assert stepper.controller.multipliers.shape == (2,)
+
+
 def test_dtypes_of_one_group_share_a_multiplier() -> None:
     params = [nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4).bfloat16())]
     stepper = DeepNestedOptimizer(params, 1e-2, controller=QUICK)

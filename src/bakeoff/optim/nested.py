@@ -142,7 +142,8 @@ class DeepNestedOptimizer(Muon):
                 f"optimizer for each device, or controller=False"
             )
         if self.controller is None:
-            self.controller = NestedController(len(self.param_groups), devices.pop(), **self._settings)
+            device = devices.pop() if devices else "cpu"  # parameters may come later
+            self.controller = NestedController(len(self.param_groups), device, **self._settings)
         self.controller.grow(len(self.param_groups))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
