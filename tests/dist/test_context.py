@@ -284,6 +284,8 @@ def other_properties(rank: int) -> None:
         ({"borders": (0, 40)}, "expected 2 numbers|expected 3 numbers"),
         ({"cu_seqlens": (0, 40)}, "packed documents are one row"),
         ({"phase": ((0,), (0,))}, "rows of other lengths"),
+        ({"phase": ((0,) * k.shape[2], (2,) * k.shape[2])}, "must lie in 0..1"),
+        ({"scale": 0.0}, "above 0 and finite"),
         ({"combine_grad": "none"}, "'exact' or 'detached'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -291,9 +293,14 @@ def other_properties(rank: int) -> None:
     for branches, message in (
         (((10,), (1, 2)), "1 segments and 2 rates"),
         (((2,), (4,)), "at most its segment"),
+        (((40, 10), (1, 1)), "so that segments increase"),
+        (((10, 40), (2, 1)), "must not decrease"),
     ):
         with pytest.raises(ValueError, match=message):
             dilated_attention(q, k, v, *branches, mesh=mesh)
+    for other in (v.half(), v.long()):
+        with pytest.raises(ValueError, match="one floating dtype for all"):
+            dilated_attention(other, k, other, (4,), (1,), mesh=mesh)
     with pytest.raises(ValueError, match="2 dimensions"):
         dilated_attention(q, k, v, (4,), (1,), mesh=init_device_mesh("cpu", (1, world)))
 

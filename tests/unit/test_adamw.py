@@ -588,6 +588,11 @@ def _saved(stepper: AdamW) -> io.BytesIO:
         ({"lr": -1.0}, "lr must be in"),
         ({"lr": math.nan}, "lr must be in"),
         ({"lr": torch.ones(2)}, "one element"),
+        ({"lr": torch.tensor(-1.0)}, r"lr must be in \[0, inf\)"),
+        ({"lr": torch.tensor(torch.nan)}, r"lr must be in \[0, inf\)"),
+        ({"betas": 0.9}, "betas must be two numbers"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
+        ({"maximize": "no"}, "AdamW: maximize must be True or False, got 'no'"),
         ({"betas": (1.0, 0.9)}, r"beta1 must be in \[0, 1\)"),
         ({"betas": (0.9, -0.1)}, "beta2"),
         ({"betas": (torch.tensor(0.9), torch.tensor(0.9))}, "must be numbers"),
@@ -616,6 +621,23 @@ def test_bad_parameters_are_named() -> None:
     with pytest.raises(ValueError, match="eps"):
         stepper.add_param_group({"params": parameters(), "eps": -1.0})
     assert len(stepper.param_groups) == 1
+
+
+def test_a_parameter_of_another_shape_does_not_take_up_the_old_state() -> None:
+    weight = nn.Parameter(torch.randn(4, 3))
+    stepper = AdamW([weight])
+    gradients([weight])
+    stepper.step()
+    weight.grad = None
+    weight.data = torch.randn(2, 6)
+    gradients([weight])
+    with pytest.raises(
+        ValueError, match=r"of shape \(2, 6\) had \(4, 3\) at its last step; take its state away"
+    ):
+        stepper.step()
+    del stepper.state[weight]
+    stepper.step()
+    assert stepper.state[weight]["exp_avg"].shape == (2, 6)
 
 
 def test_selection_is_asked_and_heard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_bytes_of_handed_queries_by_hand() -> None:
     first = 4 * keys + 2 * 3 * queries + 4 * 2 * statistics  # gradients of keys; q, dy, y; lse and delta
     assert volume.backward == max(first, 2 * keys + 4 * queries)
     detached = context_plan(
-        128, 2, heads, width, (128, 128), (1, 1), kv_heads=kv_heads, causal=True, batch=batch,
+        128, 2, heads, width, (128, 256), (1, 1), kv_heads=kv_heads, causal=True, batch=batch,
         combine_grad="detached",
     )  # fmt: skip
     both = detached.volumes["balanced"]
@@ -210,6 +210,15 @@ def test_bad_plans() -> None:
         context_plan(64, 4, 8, 16, (64,), (1,), method="magic")
     with pytest.raises(ValueError, match="at most its segment"):
         context_plan(64, 4, 8, 16, (4,), (8,))
+    for segments, rates, message in (
+        ((64, 16), (1, 1), "so that segments increase"),
+        ((16, 64), (2, 1), "must not decrease"),
+    ):
+        with pytest.raises(ValueError, match=message):  # as the op
+            context_plan(64, 4, 8, 16, segments, rates)
+    for tokens, ranks in ((8, 0), (-1, 2), (8.5, 2)):
+        with pytest.raises(ValueError, match="give a whole number"):
+            borders(tokens, ranks)  # type: ignore[arg-type]
 
 
 def test_patterns_are_those_of_the_op() -> None:

@@ -197,6 +197,16 @@ def test_a_single_long_text_is_cut_at_line_ends(tmp_path: Path) -> None:
     assert set(texts(tmp_path / "two")) == {"two/a.txt", "two/b.txt"}
 
 
+@pytest.mark.parametrize("other", ["a.txt/b.txt", "a.txt/deep/b.txt"])
+def test_a_document_named_like_a_folder_is_named(other: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "both.zip", "w") as archive:
+        for name in ("a.txt", other):
+            archive.writestr(name, code(name))
+    with pytest.raises(CorpusError, match=f"the path of the folder that both/{other} lies in: rename one"):
+        english_corpus(tmp_path / "out", tmp_path / "both.zip")
+    assert [path.name for path in tmp_path.iterdir()] == ["both.zip"]
+
+
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CorpusError, match=r"pipe is neither a file nor a folder: write its text to a file"):

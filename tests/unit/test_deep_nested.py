@@ -302,6 +302,28 @@ def test_groups_may_be_added() -> None:
     assert stepper.controller.multipliers.shape == (2,)
 
 
+@pytest.mark.parametrize("loss", [torch.ones(3), 2.0])
+def test_a_loss_that_is_no_scalar_tensor_is_refused_before_the_step(loss: Any) -> None:
+    params = parameters((3,))
+    stepper = DeepNestedOptimizer(params, 1e-2)
+    gradients(params)
+    before = params[0].detach().clone()
+    stepper.loss = loss
+    with pytest.raises(ValueError, match=r"tensor of one number, got (shape \(3,\)|2.0); give the mean"):
+        stepper.step()
+    assert torch.equal(params[0], before)
+
+
+def test_a_first_group_may_be_empty() -> None:
+    stepper = DeepNestedOptimizer([{"params": []}], 1e-2)
+    later = parameters((2,))
+    stepper.add_param_group({"params": later})
+    gradients(later)
+    stepper.step()
+    assert stepper.controller is not None
+    assert stepper.controller.multipliers.shape == (2,)
+
+
 def test_dtypes_of_one_group_share_a_multiplier() -> None:
     params = [nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4).bfloat16())]
     stepper = DeepNestedOptimizer(params, 1e-2, controller=QUICK)

@@ -116,6 +116,12 @@ def test_patterns_say_otherwise() -> None:
         muon_groups(model(), splits={"q.*": 3})
     with pytest.raises(ValueError, match=r"conv.weight is in matrices and has shape \(6, 6, 3\)"):
         muon_groups(model(), matrices=["conv.weight"])
+    with pytest.raises(ValueError, match=r"inner.1.weight is in matrices and in others"):
+        muon_groups(model(), matrices=["inner.*.weight"], others=["inner.1.*"])
+    with pytest.raises(
+        ValueError, match=r"splits fit nothing that Muon steps at \['poles'\]; put the matrix"
+    ):
+        muon_groups(model(), splits={"poles": 2, "qkv.*": 3})
 
 
 def test_models_of_this_package() -> None:
@@ -267,12 +273,25 @@ def test_grad_scaler_schedulers_new_groups_and_tensor_rates() -> None:
         ((4, 5), {"steps": 0}, "steps must be a whole number"),
         ((4, 5), {"scale": "x"}, "scale must be one of"),
         ((4, 5), {"master_weights": "float32"}, "muon keeps no wider weights"),
+        ((4, 5), {"muon": "no"}, "muon must be True or False, got 'no'"),
+        ((4, 5), {"maximize": "no"}, "maximize must be True or False, got 'no'"),
         ((4, 5), {"muon_impl": "x"}, "muon_ has no candidate 'x'"),
     ],
 )
 def test_bad_settings_are_named(params: Any, how: dict[str, Any], message: str) -> None:
     with pytest.raises(Exception, match=message):
         Muon([nn.Parameter(torch.randn(params))], **how)
+
+
+def test_states_of_other_rules_are_named() -> None:
+    p = nn.Parameter(torch.randn(4, 5))
+    for other in (torch.optim.Muon([p]), torch.optim.AdamW([p])):
+        p.grad = torch.randn(4, 5)
+        other.step()
+        with pytest.raises(
+            ValueError, match=r"^Muon: .* has no momentum, so it isn't Muon's; load the state of"
+        ):
+            Muon([p]).load_state_dict(other.state_dict())
 
 
 def test_sparse_gradients_are_refused() -> None:

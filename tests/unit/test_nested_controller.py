@@ -175,6 +175,8 @@ def test_more_groups_leave_the_first_ones_alone() -> None:
         ({"margin": 2.0}, "margin must be in"),
         ({"decay": 1.0}, "decay in"),
         ({"wait": -1}, "wait at least 0"),
+        ({"depths": [0.0, math.nan]}, r"depths must lie in \[-1, 1\]"),
+        ({"depths": [0.0, 2.0]}, r"depths must lie in \[-1, 1\]"),
         ({"depths": [0.0]}, "1 depths for 2 groups"),
     ],
 )

@@ -115,7 +115,16 @@ def test_points_anywhere() -> None:
         assert near < 0.4 * points.diff(dim=0).norm(dim=1).mean()
     same = token_order("hilbert", coordinates=torch.zeros(5, 2))
     assert same.perm.tolist() == [0, 1, 2, 3, 4]
-    assert len(token_order("morton", coordinates=torch.zeros(0, 2, dtype=torch.int64))) == 0
+    for dtype in (torch.int64, torch.float32):
+        assert len(token_order("morton", coordinates=torch.zeros(0, 2, dtype=dtype))) == 0
+
+
+@pytest.mark.parametrize("kind", ["row", "snake", "tile", "morton", "hilbert"])
+@pytest.mark.parametrize("offset", [3, 2**31 - 8, 2**40 - 8])
+def test_where_points_lie_as_a_whole_changes_nothing(kind: str, offset: int) -> None:
+    points = torch.cartesian_prod(torch.arange(16), torch.arange(16))[torch.randperm(256)]
+    there = token_order(kind, coordinates=points + offset)
+    assert torch.equal(token_order(kind, coordinates=points).perm, there.perm)
 
 
 def test_apply_and_undo() -> None:
@@ -246,6 +255,21 @@ def test_pictures() -> None:
         assert sum(part.tag.endswith("path") for part in picture) == (4 if len(shape) == 2 else 0)
 
 
+def test_a_picture_of_a_long_row_shows_every_token() -> None:
+    picture = ET.fromstring(token_order("row", (1, 20000)).svg())
+    (line,) = (part for part in picture if part.tag.endswith("polyline"))
+    assert len(set(line.attrib["points"].split())) == 20000
+    assert (picture.attrib["width"], picture.attrib["height"]) == ("320", "1")
+    for how in ({"segment": -1}, {"size": 0}):
+        with pytest.raises(ValueError, match="give segment >= 0 and size > 0"):
+            token_order("row", (2, 2)).svg(**how)
+
+
+def test_a_window_wider_than_the_grid_is_the_grid() -> None:
+    order = token_order("hilbert", (8, 8))
+    assert order.report([16], [1], window=10**6) == order.report([16], [1], window=7)
+
+
 def test_the_page_shows_what_is_drawn_today() -> None:
     """docs/token-order.md says by which command."""
     orders = {kind: token_order(kind, (16, 16), tile=8 if kind == "tile" else None) for kind in GRID_KINDS}
@@ -266,7 +290,9 @@ def test_the_public_names() -> None:
         ({"kind": "peano", "shape": (2, 2)}, "'peano'; it is one of row"),
         ({"kind": "row"}, "made from shape= or coordinates="),
         ({"kind": "row", "shape": (4,)}, "as of text, are best in the order they have"),
-        ({"kind": "row", "shape": (4, 0)}, "at least 1"),
+        ({"kind": "row", "shape": (4, 0)}, "whole and at least 1"),
+        ({"kind": "row", "shape": (4.5, 4)}, "whole and at least 1"),
+        ({"kind": "tile", "shape": (4, 4), "tile": (2.5, 2)}, "all whole"),
         ({"kind": "row", "shape": (2**16, 2**16)}, "int32 can't number"),
         ({"kind": "row", "shape": (4, 4), "tile": 2}, "tile= belongs to kind 'tile'"),
         ({"kind": "tile", "shape": (4, 4), "tile": 0}, "a positive number or 2 of them"),

@@ -1,6 +1,6 @@
 """AdamW in one update launch for all tensors of a group, with clipping and skipping on the device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +24,7 @@ _SHAPED = {*_MOMENTS, *_AS_SAVED, "master", "remainder"}
 """Keys of a parameter's state that have its shape."""
 _OF_ALL_GROUPS = {"max_grad_norm", "skip_nonfinite", "master_weights", "impl", "muon_impl"}
 """Settings that a group would not be asked for."""
+_SWITCHES = {"maximize", "muon"}
 _UNABLE_TO_SKIP = ("foreach", "compiled")
 
 
@@ -180,12 +181,20 @@ class AdamW(Optimizer):
     def _check(self, group: dict[str, Any]) -> None:
         if group["amsgrad"]:
             raise ValueError("AdamW: amsgrad is not supported; use torch.optim.AdamW(amsgrad=True)")
-        lr, (beta1, beta2) = group["lr"], group["betas"]
+        lr, betas = group["lr"], group["betas"]
+        if not isinstance(betas, Sequence) or len(betas) != 2:
+            raise ValueError(f"AdamW: betas must be two numbers, such as (0.9, 0.999), got {betas!r}")
+        beta1, beta2 = betas
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError(f"AdamW: a tensor lr must have one element, got shape {tuple(lr.shape)}")
+        if isinstance(lr, Tensor) and lr.device.type == "cpu":  # elsewhere reading it would wait
+            check_hyper(float(lr), 0.0, 0.0, 0.0, 0.0)
         if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
             raise TypeError("AdamW: betas must be numbers, not tensors; pass betas=(float(b1), float(b2))")
         check_hyper(lr, beta1, beta2, group["eps"], group["weight_decay"])
+        for key in _SWITCHES & group.keys():
+            if group[key] not in (True, False):
+                raise TypeError(f"{type(self).__name__}: {key} must be True or False, got {group[key]!r}")
         seen: set[Tensor] = set()
         for i, p in enumerate(group["params"]):
             if p in seen:
@@ -351,11 +360,13 @@ class AdamW(Optimizer):
             self._check({**self.defaults, **given, "params": group["params"]})
             for i, p in zip(given["params"], group["params"], strict=False):
                 found = saved["state"].get(i) or {}
-                for key in self._needed({**group, **given}) if found else ():
+                needed = self._needed({**group, **given}) if found else ()
+                rule = "Muon" if needed == ("momentum",) else "AdamW"
+                for key in needed:
                     if key not in found:
                         raise ValueError(
-                            f"AdamW: the state of parameter {i} has no {key}, so it isn't AdamW's; load the "
-                            f"state of an AdamW"
+                            f"{type(self).__name__}: the state of parameter {i} has no {key}, so it isn't "
+                            f"{rule}'s; load the state of an optimizer whose group steps by {rule}"
                         )
                 for key in found.keys() & _SHAPED:
                     if found[key].shape != p.shape:

@@ -276,5 +276,7 @@ def _check(
         raise ValueError(
             f"NestedController: margin must be in [0, 1] and decay in [0, 1), got {margin} and {decay}"
         )
+    if depths is not None and not all(-1.0 <= depth <= 1.0 for depth in depths):
+        raise ValueError(f"NestedController: depths must lie in [-1, 1], got {[*depths]}")
     if depths is not None and len(depths) != groups:
         raise ValueError(f"NestedController: {len(depths)} depths for {groups} groups; pass one a group")

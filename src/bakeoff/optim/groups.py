@@ -170,6 +170,13 @@ class ParamGroup(dict[str, Any]):
         if missing:
             start(missing)
         states = [state[p] for p in params]
+        for p, own in zip(params, states, strict=True):
+            before = own.get("exp_avg", p).shape
+            if before != p.shape:
+                raise ValueError(
+                    f"AdamW: a parameter of shape {tuple(p.shape)} had {tuple(before)} at its last step; "
+                    f"take its state away, del optimizer.state[p], or make a new optimizer"
+                )
         columns: list[list[Any]] = [params, grads, *[[s.get(key) for s in states] for key in _KEYS]]
         columns.append([s.get("master", s.get("remainder")) for s in states])
         self.sharded = any(hasattr(p, "to_local") for p in params)

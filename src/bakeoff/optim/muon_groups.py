@@ -1,7 +1,7 @@
 """Which of a model's parameters Muon steps, and which AdamW."""
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,7 +40,8 @@ def muon_groups(
         report: called with one line for each group, such as `print`.
 
     Raises:
-        ValueError: a pattern that fits no parameter, or one of `matrices` that fits no matrix.
+        ValueError: a pattern that fits no parameter; one of `matrices` that fits what is no matrix; one of
+            `splits` that fits nothing of Muon's; a name that both `matrices` and `others` fit.
 
     Example:
         >>> from torch import nn
@@ -52,15 +53,12 @@ def muon_groups(
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     splits = splits or {}
-    for pattern in (*splits, *matrices, *others):
-        if not fnmatch.filter(named, pattern):
-            raise ValueError(
-                f"muon_groups: no parameter is called {pattern!r}; names look like {next(iter(named), '')!r}"
-            )
+    _check_patterns(named, splits, matrices, others)
     holders = {id(p): m for m in model.modules() for p in m.parameters(recurse=False)}
     tables = {id(p): p for m in model.modules() if isinstance(m, _TABLES) for p in m.parameters(False)}
     rows = {p.shape[0] for p in tables.values()}
     found: dict[Any, list[tuple[str, Tensor]]] = {}
+    unused = set(splits)
     for name, p in named.items():
         kind: Any = _kind(name, p, id(p) in tables, holders[id(p)], rows)
         if _any(name, matrices):
@@ -71,10 +69,17 @@ def muon_groups(
             kind = "matrices"
         elif _any(name, others) and kind == "matrices":
             kind = "filters"
-        split = next((s for pattern, s in splits.items() if fnmatch.fnmatch(name, pattern)), None)
-        if kind == "matrices" and split is not None:
+        fitting = [pattern for pattern in splits if fnmatch.fnmatch(name, pattern)]
+        if kind == "matrices" and fitting:
+            unused -= set(fitting)
+            split = splits[fitting[0]]
             kind = (kind, split if isinstance(split, int) else tuple(split))
         found.setdefault(kind, []).append((name, p))
+    if unused:
+        raise ValueError(
+            f"muon_groups: splits fit nothing that Muon steps at {sorted(unused)}; put the matrix into "
+            f"matrices=, too, or leave its split out"
+        )
     order = [
         "matrices",
         *[k for k in found if isinstance(k, tuple)],
@@ -97,6 +102,19 @@ def muon_groups(
         if report is not None:
             report(_line(group))
     return groups
+
+
+def _check_patterns(
+    names: Collection[str], splits: Collection[str], matrices: Sequence[str], others: Sequence[str]
+) -> None:
+    for pattern in (*splits, *matrices, *others):
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(
+                f"muon_groups: no parameter is called {pattern!r}; names look like {next(iter(names), '')!r}"
+            )
+    for name in names:
+        if _any(name, matrices) and _any(name, others):
+            raise ValueError(f"muon_groups: {name} is in matrices and in others; leave it out of one")
 
 
 def _line(group: dict[str, Any]) -> str:

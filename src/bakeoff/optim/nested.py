@@ -142,7 +142,8 @@ class DeepNestedOptimizer(Muon):
                 f"optimizer for each device, or controller=False"
             )
         if self.controller is None:
-            self.controller = NestedController(len(self.param_groups), devices.pop(), **self._settings)
+            device = devices.pop() if devices else "cpu"  # parameters may come later
+            self.controller = NestedController(len(self.param_groups), device, **self._settings)
         self.controller.grow(len(self.param_groups))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -184,6 +185,7 @@ class DeepNestedOptimizer(Muon):
 
     def _update(self, steps: list[tuple[ParamGroup, Lists, Hyper]], loss: Any) -> None:
         controller, index = self.controller, {id(group): i for i, group in enumerate(self.param_groups)}
+        told = self._told(loss)
         if controller is not None:
             device = steps[0][1].group.params[0].device
             controller.to(device)
@@ -202,8 +204,20 @@ class DeepNestedOptimizer(Muon):
             else:
                 take_step(lists.group, how, self.impl, overlapping=lists.overlapping)
         if controller is not None:
-            told = self.loss if self.loss is not None else loss if isinstance(loss, Tensor) else None
             controller.advance(self._by_group(sums, [index[id(group)] for group, _, _ in steps]), told)
+
+    def _told(self, loss: Any) -> Tensor | None:
+        """The loss that the controller looks at."""
+        told: Any = self.loss if self.loss is not None else loss if isinstance(loss, Tensor) else None
+        if self.controller is None or told is None:
+            return None
+        if not isinstance(told, Tensor) or told.numel() != 1:
+            got = f"shape {tuple(told.shape)}" if isinstance(told, Tensor) else repr(told)
+            raise ValueError(
+                f"DeepNestedOptimizer: the controller needs the loss as a tensor of one number, got {got}; "
+                f"give the mean, or controller=False"
+            )
+        return told
 
     def _by_group(self, sums: Tensor, rows: list[int]) -> Tensor:
         """[groups, 4]: the sums of each group over its dtypes, and over ranks where they hold shards."""

@@ -5,7 +5,9 @@ rows of keys and values alone, each once, posted before anything is computed (se
 queries, where that evens out their work (see `balance`); or all tokens of some heads (see `ulysses`).
 """
 
+import itertools
 import logging
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -90,6 +92,8 @@ def dilated_attention(
     if peers.rank == 0:
         _announce(plan)
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be above 0 and finite, got {scale}; fold a sign into q")
     peers.agree(
         q.device, borders=layout.borders, dtype=q.dtype, batch=q.shape[0], heads=(q.shape[2], k.shape[2]),
         head_dim=q.shape[3], segments=layout.pattern.segments, rates=layout.pattern.rates,
@@ -184,8 +188,15 @@ def _pattern(
     for w, r in zip(pattern.segments, pattern.rates, strict=True):
         if not 1 <= r <= w:
             raise ValueError(f"segment {w} with rate {r}; a rate is at least 1 and at most its segment")
+    if any(a >= b for a, b in itertools.pairwise(pattern.segments)):
+        raise ValueError(f"segments are {pattern.segments}; order the branches so that segments increase")
+    if any(a > b for a, b in itertools.pairwise(pattern.rates)):
+        raise ValueError(f"rates are {pattern.rates}; they must not decrease while segments increase")
     if [len(row) for row in pattern.phases] != [kv_heads] * len(pattern.rates):
         raise ValueError(f"phase has rows of other lengths than the {kv_heads} kv heads, or not one a branch")
+    for r, row in zip(pattern.rates, pattern.phases, strict=True):
+        if not all(0 <= phase < r for phase in row):
+            raise ValueError(f"phases {row} of the branch with rate {r} must lie in 0..{r - 1}")
     return pattern
 
 
@@ -205,6 +216,8 @@ def _layout(
             f"q, k, v are {list(q.shape)}, {list(k.shape)}, {list(v.shape)}; expected [B, L, H, D] and twice "
             "[B, L, Hk, D], of this rank's tokens"
         )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one floating dtype for all")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} heads of q are no multiple of {k.shape[2]} kv heads")
     ends = (

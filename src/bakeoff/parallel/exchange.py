@@ -99,11 +99,15 @@ class Needs(NamedTuple):
 def borders(tokens: int, ranks: int) -> tuple[int, ...]:
     """Where the parts of equal length begin, and the end; lengths differ by at most one token.
 
+    Raises ValueError for what is no number of tokens or ranks.
+
     Example:
         >>> borders(10, 4)
         (0, 2, 5, 7, 10)
     """
-    return tuple(rank * tokens // ranks for rank in range(ranks + 1))
+    if ranks < 1 or tokens < 0 or tokens != int(tokens):
+        raise ValueError(f"{tokens} tokens over {ranks} ranks; give a whole number >= 0 and a rank or more")
+    return tuple(rank * int(tokens) // ranks for rank in range(ranks + 1))
 
 
 def own_blocks(layout: Layout, rank: int) -> Iterator[Block]:

@@ -147,7 +147,8 @@ class TokenOrder:
             size: pixels of the longer side.
 
         Raises:
-            ValueError: tokens without coordinates, or more than 65,536 of them.
+            ValueError: tokens without coordinates, or more than 65,536 of them; a negative `segment`, a
+                `size` that is not positive.
         """
         return drawn(self.cells, self.perm.cpu().numpy(), segment, size)
 
@@ -228,9 +229,9 @@ def token_order(
 
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(int(size) for size in shape)
-    if len(sizes) not in (2, 3) or min(sizes) < 1:
+    if len(sizes) not in (2, 3) or min(sizes) < 1 or sizes != tuple(shape):
         raise ValueError(
-            f"shape is {tuple(shape)}; it has 2 or 3 sizes of at least 1. One-dimensional "
+            f"shape is {tuple(shape)}; it has 2 or 3 sizes, whole and at least 1. One-dimensional "
             "tokens, as of text, are best in the order they have"
         )
     if int(np.prod(sizes, dtype=object)) > _MOST:
@@ -264,8 +265,8 @@ def _tiles(tile: int | Sequence[int] | None, dims: int) -> tuple[int, ...]:
     if tile is None:
         return _TILES[dims]
     sizes = (tile,) * dims if isinstance(tile, int) else tuple(int(size) for size in tile)
-    if len(sizes) != dims or min(sizes) < 1:
-        raise ValueError(f"tile is {tile}; it is a positive number or {dims} of them")
+    if len(sizes) != dims or min(sizes) < 1 or not (isinstance(tile, int) or sizes == tuple(tile)):
+        raise ValueError(f"tile is {tile}; it is a positive number or {dims} of them, all whole")
     return sizes
 
 

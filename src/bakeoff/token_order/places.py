@@ -27,8 +27,10 @@ def grid_order(kind: str, shape: tuple[int, ...], tile: tuple[int, ...]) -> Ints
 
 def point_order(kind: str, cells: NDArray[np.generic], tile: tuple[int, ...]) -> Ints:
     """Points [N, dimensions] in the order `kind`; those of one place stay in the order they came in."""
+    if not len(cells):
+        return np.zeros(0, np.int64)
     floating = np.issubdtype(cells.dtype, np.floating)
-    whole = _quantised(cells) if floating else cells.astype(np.int64) - cells.min(0, initial=0)
+    whole = _quantised(cells) if floating else cells.astype(np.int64) - cells.min(0)
     return _by_keys(_keys(kind, whole, tile))
 
 

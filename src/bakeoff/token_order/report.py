@@ -161,7 +161,8 @@ def _windowed(
 
 def _neighbours(table: NDArray[np.int32], window: int) -> Iterator[tuple[Ints, Ints]]:
     """The places of all pairs of tokens within the window, each pair once, by their distance."""
-    steps = np.indices((2 * window + 1,) * table.ndim).reshape(table.ndim, -1).T - window
+    reach = np.minimum(window, np.array(table.shape) - 1)  # no pair lies further apart
+    steps = np.indices(2 * reach + 1).reshape(table.ndim, -1).T - reach
     for step in steps[len(steps) // 2 :]:  # the others are the same pairs, turned round
         sizes = [max(0, size - abs(int(s))) for size, s in zip(table.shape, step, strict=True)]
         starts = [max(0, -int(s)) for s in step]

@@ -115,7 +115,12 @@ def _written(part: Path, documents: Iterable[Document], say: Hear) -> dict[str, 
             dropped[reason] = dropped.get(reason, 0) + 1
             continue
         target = part / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise CorpusError(
+                f"a document has the path of the folder that {path} lies in: rename one of their files"
+            ) from None
         if target.exists():
             raise CorpusError(f"two documents have the path {path}: rename one of their files")
         target.write_bytes(content)
