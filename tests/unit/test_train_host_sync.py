@@ -74,6 +74,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         "NeuralMemoryState.save": "a file, between steps",
         "NeuralMemoryState.load": "a file, between steps",
     },
+    "optim/adamw.py": {
+        "AdamW._check": "a rate on the CPU, as groups are added or loaded",
+    },
     "optim/nested.py": {
         "DeepNestedOptimizer._gather": "a period, a number of the configuration",
     },
