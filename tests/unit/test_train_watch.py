@@ -129,3 +129,8 @@ def test_what_a_captured_graph_holds_is_captured_anew(
 def test_compiled_code_can_not_be_watched(config: Config) -> None:
     with pytest.raises(ConfigError, match=r"sentinel can't see calls inside compiled code"):
         resolve(config, None, ["train.compile=true"])
+
+
+def test_plain_pytorch_is_not_watched(config: Config) -> None:
+    with pytest.raises(ConfigError, match=r"sentinel checks nothing"):
+        resolve(config, None, ["select.policy=off"])

@@ -223,6 +223,11 @@ class Config(Section, frozen=True):
         train = self.train
         if not train.steps and not train.max_seconds:
             raise ValueError("train.steps and train.max_seconds are both 0: give at least one of them")
+        if train.sentinel and self.select.policy == "off" and not self.select.ops:
+            raise ValueError(
+                "select.policy=off runs plain PyTorch, of which the sentinel checks nothing: set "
+                "train.sentinel=0 or another policy"
+            )
         if self.seq_len < 2:
             raise ValueError(
                 f"rows of {self.seq_len} byte are too short: make train.seq_len, or model.max_seq_len where "
