@@ -759,3 +759,8 @@ def test_order_refuses(words: tuple[str, ...], message: str) -> None:
     done = cli("order", *words)
     assert done.exit_code == 1
     assert message in done.stderr
+
+
+def test_tune_missed_says_that_there_was_nothing(cache: Path) -> None:
+    result = cli("tune", "--missed")
+    assert (result.exit_code, result.output.split(":")[0]) == (0, "nothing was missed")

@@ -48,6 +48,11 @@ def run(
             report, device = tune_missed(budget_s, **options), "cuda" if torch.cuda.is_available() else "cpu"
         else:
             report, device = rehearsed(configured(words, file, data=data), budget_s, **options)
+    if missed and not report.verdicts and not report.unsettled:
+        out.print(
+            "nothing was missed: every call so far found its verdict, or none was made", highlight=False
+        )
+        return
     source = "measured now" if report.measured else "table"
     out.print(selection_table(explained(verdict, device, source) for verdict in report.verdicts))
     print_unsettled(report, out)
