@@ -34,8 +34,8 @@ _VALUE = 1.0
 """What values are shorter than: a memory of long ones grows until its own next steps are too long."""
 _SHORT = 1 / 64
 """Mean square of the elements of values that stay short, so that a model learns to write little of what need
-not be kept. With all values of length 1 `mac` could recall none of 8 pairs among 72 other tokens after 125
-steps, with this 98 % after 75 to 100, of three seeds."""
+not be kept: with all values of length 1 `mac` took far longer to recall anything behind many other tokens
+(results/cpu/recall-values.csv)."""
 
 _NARROW = 16
 """Width of heads times tokens of a chunk from which steps are of full length. With full ones everywhere, of

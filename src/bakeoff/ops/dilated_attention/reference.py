@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ __all__ = ["Pattern", "dilated_attention", "numbers", "pattern_of", "seen_in"]
 Sizes = str | Sequence[int]
 """Whole numbers, or their text: "2048,8192"."""
 _DENSE = 1 << 26  # scores that exist at a time
-_STRETCHES = 1 << 13
+_STRETCHES = 1 << 13  # of queries, up to which long rows go branch by branch
 
 
 class Pattern(NamedTuple):
@@ -72,20 +73,21 @@ def dilated_attention(
     qw, kw, vw = (x.to(wide) for x in (q, k, v))
     origin = _origins(T, cu_seqlens, q.device)
     if B * H * T * T <= _DENSE:
-        y, lse = _attend(qw, kw, vw, 0, 0, origin, pattern, causal, scale, combine_grad)
+        y, lse = _attend(qw, kw, vw, 0, 0, pattern, causal, scale, combine_grad, origin)
     else:
         # Keys of any segment that these queries lie in; the borders of documents aren't known here.
         reach = pattern.segments if cu_seqlens is None else (T,)
         rows, parts = max(1, _DENSE // max(1, B * H * min(T, 2 * max(reach)))), []
         stretches = _stretches(pattern, T, B * H) if cu_seqlens is None else []
+        attend = _attend_by_branch if stretches else partial(_attend, origin=origin)
         for first, last in stretches or [(i, min(T, i + rows)) for i in range(0, T, rows)]:
             low = min(first // w * w for w in reach)
             high = min(T, max(-(-last // w) * w for w in reach))
-            given = (qw[:, first:last], kw[:, low:high], vw[:, low:high], first, low)
-            rest = (pattern, causal, scale, combine_grad)
             parts.append(
-                checkpoint(_mixed, *given, *rest, use_reentrant=False) if stretches
-                else checkpoint(_attend, *given, origin, *rest, use_reentrant=False)
+                checkpoint(
+                    attend, qw[:, first:last], kw[:, low:high], vw[:, low:high], first, low, pattern, causal,
+                    scale, combine_grad, use_reentrant=False,
+                )
             )  # fmt: skip
         y, lse = torch.cat([part[0] for part in parts], 1), torch.cat([part[1] for part in parts], 2)
     return (y.to(q.dtype), lse) if return_lse else y.to(q.dtype)
@@ -97,11 +99,11 @@ def _attend(
     v: torch.Tensor,
     first: int,
     low: int,
-    origin: torch.Tensor,
     pattern: Pattern,
     causal: bool,
     scale: float,
     combine_grad: str,
+    origin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries from token `first` on against keys from token `low` on: y [B, T, H, D] and lse [B, H, T]."""
     B, T, H, D = q.shape
@@ -115,11 +117,7 @@ def _attend(
         total, y = _softmax(scores + bias, v)
     else:
         each = [_softmax(scores + mask.to(scores.dtype).log()[None, :, None], v) for mask in held]
-        lses = torch.stack([lse for lse, _ in each])
-        seen = lses.amax(0) > -torch.inf
-        total = lses.masked_fill(~seen, 0.0).logsumexp(0).masked_fill(~seen, -torch.inf)
-        weights = torch.exp(lses - total.masked_fill(~seen, 0.0)).detach()
-        y = sum(weight[..., None] * out for weight, (_, out) in zip(weights, each, strict=True))
+        total, y = _mixed([lse for lse, _ in each], [out for _, out in each], combine_grad)
     return y.permute(0, 3, 1, 2, 4).reshape(B, T, H, D), total.reshape(B, H, T)
 
 
@@ -138,7 +136,7 @@ def _stretches(pattern: Pattern, T: int, each: int) -> list[tuple[int, int]]:
     ]
 
 
-def _mixed(
+def _attend_by_branch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -172,15 +170,21 @@ def _mixed(
             lse[:, skip::r, heads] = scores.logsumexp(-1)
         outs.append(out)
         lses.append(lse)
+    total, y = _mixed(lses, outs, combine_grad)
+    return y.reshape(B, n, H, D), total.reshape(B, n, H).transpose(1, 2)
+
+
+def _mixed(
+    lses: list[torch.Tensor], outs: list[torch.Tensor], combine_grad: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The log-sum-exp over all branches, and their outputs [..., D] weighted by their own."""
     each = torch.stack(lses)
     seen = each.amax(0) > -torch.inf
     total = each.masked_fill(~seen, 0.0).logsumexp(0)
     weights = torch.exp(each - total)
     if combine_grad != "exact":
         weights = weights.detach()
-    y = (weights[..., None] * torch.stack(outs)).sum(0)
-    lse = total.masked_fill(~seen, -torch.inf)
-    return y.reshape(B, n, H, D), lse.reshape(B, n, H).transpose(1, 2)
+    return total.masked_fill(~seen, -torch.inf), (weights[..., None] * torch.stack(outs)).sum(0)
 
 
 def _softmax(scores: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
