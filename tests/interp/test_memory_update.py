@@ -92,6 +92,17 @@ def test_16_bit_rows(reduction):
     assert_native(arguments(tensors(2, 40, 24, 17, 20, dtype=torch.float16), 0.5, reduction))
 
 
+def test_large_rows_in_float16():
+    """Some products of two rows are beyond float16's largest number; what is left of their sums has fewer
+    right digits."""
+    made = tensors(1, 64, 24, 40, 32, dtype=torch.float16, weighted=False)
+    with torch.no_grad():
+        made["k"] *= 500
+        made["v"] *= 500
+    args = arguments(made, reduction="mean")
+    assert_equals(step(triton, args), step(reference, wide(args)), 0.2)
+
+
 @pytest.mark.parametrize("used", [slice(0, 4), slice(4, 8), slice(8, 9), slice(9, 10), slice(2, 3)], ids=str)
 def test_gradients_of_some_results(used):
     clipped = used != slice(8, 9)
