@@ -12,8 +12,7 @@ NARROW = {"k", "v", "z", "h", "e", "dy", "dh", "dz", "dh_bar", "z_bar", "e_bar",
 MATRICES = {"w1", "w2", "narrow1", "narrow2"}
 NUMBERS = {
     "N": "i32", "k_units": "i32", "v_units": "i32", "tiles": "i32", "shares": "i32", "losses_each": "i32",
-    "factor": "fp32", "scale": "fp32", "max_norm": "fp32", "size1": "i64", "size2": "i64", "ok": "*i1",
-    "skipped": "*i64",
+    "factor": "fp32", "max_norm": "fp32", "size1": "i64", "size2": "i64", "ok": "*i1", "skipped": "*i64",
 }  # fmt: skip
 OVER_ROWS = ["_hidden", "_error", "_hidden_slope", "_z_bar", "_e_bar", "_h_bar", "_k_bar"]
 OVER_ALL = ["_gradient", "_memory_bar"]

@@ -179,11 +179,10 @@ def _through_rows(
     sums2 = plan.empty((tiles, V), torch.float32) if learns else None
     weights = None if dweight is None else plan.empty((G * N, tiles_v), torch.float32)
     u1, v1, u2, v2 = u
-    scale = kernels.scale_of(k.dtype, factor)
     bent = {**to_hidden, "COLS": min(rows["COLS"], kernels.BENT)}
     plan.launch(
         _z_bar, (tiles * kernels.across(H, bent["COLS"]),), k=k,
-        u1=u1, v1=v1, z=found.z, dh=found.dh, dh_bar=dh_bar, z_bar=z_bar, scale=scale, **k_numbers, **bent,
+        u1=u1, v1=v1, z=found.z, dh=found.dh, dh_bar=dh_bar, z_bar=z_bar, **k_numbers, **bent,
     )  # fmt: skip
     plan.launch(
         _e_bar, (wide_v,), h=found.h, u2=u2, dh_bar=dh_bar, w2=found.w2, v2=v2, dy=found.dy, e=found.e,
@@ -199,12 +198,12 @@ def _through_rows(
         return
     plan.launch(
         _h_bar, (wide_h,), dy=found.dy, u2=u2, e_bar=e_bar, w2=found.w2, z=found.z, z_bar=z_bar, sums1=sums1,
-        scale=scale, **to_values,
+        **to_values,
     )  # fmt: skip
     if dk is not None:
         plan.launch(
             _k_bar, (tiles * kernels.across(D, rows["COLS"]),), dz=found.dz, u1=u1, z_bar=z_bar, w1=found.w1,
-            norm=norm, dk=dk, factor=factor, scale=scale, **to_hidden,
+            norm=norm, dk=dk, factor=factor, **to_hidden,
         )  # fmt: skip
     if learns:
         sums = found.tiling.over_all(D, H, V)
@@ -213,6 +212,6 @@ def _through_rows(
             _memory_bar, (G * programs,), z_bar=z_bar, k=k, dy=found.dy, dh_bar=dh_bar, e_bar=e_bar,
             h=found.h, sums1=sums1, sums2=sums2, norm=norm,
             **dict(zip(("dw1", "db1", "dw2", "db2"), dmemory, strict=True)),
-            N=N, tiles=tiles // G, factor=factor, scale=scale, D=D, H=H, V=V, PRECISION=rows["PRECISION"],
+            N=N, tiles=tiles // G, factor=factor, D=D, H=H, V=V, PRECISION=rows["PRECISION"],
             **k_numbers, **sums,
         )  # fmt: skip

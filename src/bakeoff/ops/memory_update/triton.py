@@ -21,6 +21,7 @@ from bakeoff.ops.memory_update.derivative import backward
 from bakeoff.ops.memory_update.kernels import Tiling, state
 from bakeoff.ops.memory_update.launches import Sizes, gradient_of
 from bakeoff.ops.memory_update.reference import loss_factor
+from bakeoff.select import TensorMeta
 
 __all__ = ["in_place", "memory_update"]
 
@@ -151,8 +152,20 @@ _update = kernel_op(
 )  # fmt: skip
 
 
+def _wants_grad(t: Tensor | None) -> bool:
+    return t is not None and t.requires_grad
+
+
+def _wide(meta: TensorMeta) -> TensorMeta:
+    return TensorMeta.dense(meta.shape, torch.float32, grad=meta.requires_grad)
+
+
 class MemoryUpdate:
-    """The candidate: the op, to which no limit of the norm is an infinite one."""
+    """The candidate: the op, to which no limit of the norm is an infinite one.
+
+    Of float16 rows whose gradients are wanted it takes the step in float32: what the derivative keeps is as
+    large as products of two rows, and from rows of some hundreds on float16 has no such numbers.
+    """
 
     def __init__(self, op: KernelOp) -> None:
         self.op = op
@@ -160,12 +173,17 @@ class MemoryUpdate:
 
     def __call__(self, *args: Any) -> Any:
         """For float16, bfloat16 and float32 rows and a float32 memory."""
-        *tensors, max_norm, reduction, row_weight = args
+        k, v, *state, max_norm, reduction, row_weight = args
+        tensors = (k, v, *state, row_weight)
+        if k.dtype == torch.float16 and torch.is_grad_enabled() and any(_wants_grad(t) for t in tensors):
+            k, v = k.float(), v.float()
         limit = math.inf if max_norm is None else float(max_norm)
-        return self.op(*tensors, limit, reduction, row_weight)
+        return self.op(k, v, *state, limit, reduction, row_weight)
 
     def variants(self, case: Any) -> dict[str, Sequence[Any]]:
         """The tilings that each direction may be launched with for a case, the default first."""
+        if case.k.dtype == torch.float16 and case.needs_grad:
+            case = case.replace(k=_wide(case.k), v=_wide(case.v))
         return self.op.variants(case)
 
     def bind(self, text: str) -> "MemoryUpdate":

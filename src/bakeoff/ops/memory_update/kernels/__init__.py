@@ -1,6 +1,5 @@
 """How the kernels of memory_update are launched: precision, tiles, and the sizes that follow from them."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ __all__ = [
     "blocks",
     "gradient_programs",
     "precision",
-    "scale_of",
     "tiling_for",
     "tilings",
 ]
@@ -120,14 +118,6 @@ def precision(dtype: torch.dtype, hip: bool = _HIP) -> str:
     if dtype != torch.float32:
         return "tf32"  # says nothing about 16-bit products
     return "ieee" if hip else "tf32x3"
-
-
-def scale_of(dtype: torch.dtype, factor: float) -> float:
-    """What the derivative's products of two rows are kept times: 1, but for float16 rows about the gradient's
-    `factor`, as where PyTorch multiplies by it first; numbers down to 2**-12 only, for few to be denormal."""
-    if dtype != torch.float16:
-        return 1.0
-    return 2.0 ** max(-12, min(0, math.floor(math.log2(factor))))
 
 
 def blocks(D: int, H: int, V: int) -> int:

@@ -1,9 +1,8 @@
 """The derivative of the step: ten products, tiled as in `forward`, with what is elementwise in them.
 
 What arrives for a value y is called y_bar. All is linear in the cotangent u = (u1, v1, u2, v2) of the
-gradient, and multiplied by `factor`, that of the gradient, when results are written. z_bar alone is as large
-as products of two rows: it is kept times `scale`, a power of two, for it to be a float16. Where a group's
-norm is not finite, results are zeros.
+gradient, and multiplied by `factor`, that of the gradient, when results are written. Where a group's norm is
+not finite, results are zeros.
 """
 
 import triton
@@ -22,10 +21,10 @@ from bakeoff.ops.memory_update.kernels.products import (
 __all__: list[str] = []
 
 
-@triton.jit(do_not_specialize=["N", "k_units", "scale"])
+@triton.jit(do_not_specialize=["N", "k_units"])
 def _z_bar(
     k, u1, v1, z, dh, dh_bar, z_bar,
-    N: tl.int32, k_units: tl.int32, scale: tl.float32,
+    N: tl.int32, k_units: tl.int32,
     D: tl.constexpr, H: tl.constexpr, K_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -44,8 +43,7 @@ def _z_bar(
     x = tl.load(z + row * H + at, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(dh + row * H + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(dh_bar + row * H + at, (sums * _slope(x)).to(dh_bar.dtype.element_ty), mask=inside)
-    sums *= y * _bend(x)
-    tl.store(z_bar + row * H + at, (scale * sums).to(z_bar.dtype.element_ty), mask=inside)
+    tl.store(z_bar + row * H + at, (sums * y * _bend(x)).to(z_bar.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["N", "factor"])
@@ -90,10 +88,10 @@ def _e_bar(
         tl.store(sums2 + tile.to(tl.int64) * V + j, tl.sum(sums, 0), mask=there)
 
 
-@triton.jit(do_not_specialize=["N", "scale"])
+@triton.jit(do_not_specialize=["N"])
 def _h_bar(
     dy, u2, e_bar, w2, z, z_bar, sums1,
-    N: tl.int32, scale: tl.float32,
+    N: tl.int32,
     H: tl.constexpr, V: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -109,16 +107,16 @@ def _h_bar(
     at = tl.arange(0, ROWS)[:, None] * H + j[None, :]
     inside = here[:, None] & there[None, :]
     sums *= _slope(tl.load(z + row * H + at, mask=inside, other=0.0).to(tl.float32))
-    sums += tl.load(z_bar + row * H + at, mask=inside, other=0.0).to(tl.float32) * (1.0 / scale)
-    tl.store(z_bar + row * H + at, (scale * sums).to(z_bar.dtype.element_ty), mask=inside)
+    sums += tl.load(z_bar + row * H + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(z_bar + row * H + at, sums.to(z_bar.dtype.element_ty), mask=inside)
     if sums1 is not None:
         tl.store(sums1 + tile.to(tl.int64) * H + j, tl.sum(sums, 0), mask=there)
 
 
-@triton.jit(do_not_specialize=["N", "factor", "scale"])
+@triton.jit(do_not_specialize=["N", "factor"])
 def _k_bar(
     dz, u1, z_bar, w1, norm, dk,
-    N: tl.int32, factor: tl.float32, scale: tl.float32,
+    N: tl.int32, factor: tl.float32,
     D: tl.constexpr, H: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -127,18 +125,17 @@ def _k_bar(
     good = _finite(tl.load(norm + group))
     matrix = group.to(tl.int64) * (H * D)
     sums = tl.zeros([ROWS, COLS], tl.float32)
-    sums = _product(sums, z_bar + row * H, H, w1 + matrix, here, j, there, H, D, False, DEEP, PRECISION)
-    sums *= 1.0 / scale
     sums = _product(sums, dz + row * H, H, u1 + matrix, here, j, there, H, D, False, DEEP, PRECISION)
+    sums = _product(sums, z_bar + row * H, H, w1 + matrix, here, j, there, H, D, False, DEEP, PRECISION)
     at = tl.arange(0, ROWS)[:, None] * D + j[None, :]
     sums = tl.where(good, factor * sums, 0.0)
     tl.store(dk + row * D + at, sums.to(dk.dtype.element_ty), mask=here[:, None] & there[None, :])
 
 
-@triton.jit(do_not_specialize=["N", "k_units", "tiles", "factor", "scale"])
+@triton.jit(do_not_specialize=["N", "k_units", "tiles", "factor"])
 def _memory_bar(
     z_bar, k, dy, dh_bar, e_bar, h, sums1, sums2, norm, dw1, db1, dw2, db2,
-    N: tl.int32, k_units: tl.int32, tiles: tl.int32, factor: tl.float32, scale: tl.float32,
+    N: tl.int32, k_units: tl.int32, tiles: tl.int32, factor: tl.float32,
     D: tl.constexpr, H: tl.constexpr, V: tl.constexpr, K_ALIGN: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +163,7 @@ def _memory_bar(
         sums = _outer(sums, z_bar + first * H, k + first * k_row, k_row, i, j, N, H, D, DEEP, PRECISION)
         at = dw1 + group * (H * D) + (i[:, None] * D + j[None, :])
         inside = (i < H)[:, None] & (j < D)[None, :]
-        tl.store(at, tl.load(at, mask=inside, other=0.0) + (factor / scale) * sums, mask=inside)
+        tl.store(at, tl.load(at, mask=inside, other=0.0) + factor * sums, mask=inside)
     elif t < upto2:
         i += ((t - upto1) // across2) * ROWS
         j += ((t - upto1) % across2) * COLS
