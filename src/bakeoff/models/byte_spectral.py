@@ -22,20 +22,16 @@ from torch import Tensor, nn
 
 from bakeoff.models.caching import DecodeCache, rows_at
 from bakeoff.models.checks import (
-    check_cache,
     check_capacity,
     check_fields,
-    check_ids,
     check_kind,
     check_no_recomputing,
     check_symbols,
-    check_targets,
     check_values,
 )
-from bakeoff.models.generation import Generates
-from bakeoff.models.initial import normal_matrices
+from bakeoff.models.language import Block, LanguageModel
 from bakeoff.models.ngrams import NGrams, check_ngrams
-from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
+from bakeoff.nn import KeyValues, QKNorm, RMSNorm, attend
 from bakeoff.nn.filters import MinimumPhase, Past, Poles, Taps, WholeRow
 from bakeoff.nn.initial import StartsAnew, fill
 from bakeoff.nn.memory_state import outliving
@@ -218,6 +214,10 @@ class Cache(DecodeCache):
     def buffers(self) -> list[Tensor]:
         return self.attention.tensors()
 
+    def grow(self, ids: Tensor) -> None:
+        super().grow(ids)
+        self.attention.length = self.length
+
     def widen(self, model: Any, at: Tensor) -> None:
         assert self.bytes is not None
         self.bytes = F.pad(self.bytes, (self.config.window - 1 - self.bytes.shape[1], 0))
@@ -279,31 +279,6 @@ class Mixer(StartsAnew):
         return out
 
 
-class Block(nn.Module):
-    """One layer. Takes and returns the stream as (branch, residual); their sum is the stream."""
-
-    def __init__(self, config: Config, layer: int) -> None:
-        super().__init__()
-        self.dropout = config.dropout
-        self.mixer_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mixer = Mixer(config, layer)
-        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config.d_model, config.ff_dim)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cache: Cache | None
-    ) -> tuple[Tensor, Tensor]:
-        if residual is None:  # the first layer: nothing to add yet
-            h, residual = self.mixer_norm(x), x
-        else:
-            h, residual = self.mixer_norm(x, residual)
-        drops = self.training and cache is None  # decoding never drops
-        x = F.dropout(self.mixer(h, cos, sin, cache), self.dropout, drops)
-        h, residual = self.mlp_norm(x, residual)
-        x = F.dropout(self.mlp(h), self.dropout, drops)
-        return x, residual
-
-
 class Spectrum(nn.Module):
     """The projected spectra of the last bytes, of a byte's learned values. Starts at 0."""
 
@@ -345,14 +320,22 @@ class Spectrum(nn.Module):
         return self(ids, self.window * (ago <= at))[:, -1:]  # type: ignore[no-any-return]
 
 
-class ByteSpectralLM(Generates, HasRotaryTables, StartsAnew):
-    """A causal language model over bytes, or with ``bidirectional=True`` an encoder that classifies rows.
+class ByteSpectralLM(LanguageModel):
+    """A causal language model over bytes, or with ``bidirectional=True`` an encoder that classifies rows:
+    its targets are classes [B], its logits [B, classes].
+
+    With poles and without attention, rows have no end and a step of decoding costs the same however long the
+    text is.
 
     >>> model = ByteSpectralLM(Config.sizes("tiny"))
     >>> ids = torch.randint(256, (2, 16))
     >>> logits, _ = model(ids)                     # [2, 16, 256]
     >>> _, loss = model(ids[:, :-1], ids[:, 1:])   # mean cross entropy in nats
     """
+
+    config: Config
+    kept = Cache
+    length_is_free = ""  # filters of all taps have as many
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -361,7 +344,9 @@ class ByteSpectralLM(Generates, HasRotaryTables, StartsAnew):
         self.embed = nn.Embedding(256, config.d_model)
         self.ngrams = NGrams(config.ngrams, config.ngram_bits, config.d_model) if config.ngrams else None
         self.spectrum = Spectrum(config)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(
+            Block(config, mixer=Mixer(config, layer)) for layer in range(config.layers)
+        )
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         own = config.bidirectional or not config.tie
         self.head = nn.Linear(config.d_model, config.classes or 256, bias=False) if own else None
@@ -369,59 +354,17 @@ class ByteSpectralLM(Generates, HasRotaryTables, StartsAnew):
         self.make_tables(length, config.head_dim if length else 2)
         self.first_values()
 
-    def first_values(self) -> None:
-        """Normal matrices of deviation 0.02; those that end a branch are divided by sqrt(2 * layers), so that
-        the stream's variance does not grow with depth. Filters and spectra keep their own start."""
-        normal_matrices(self, self.config.layers)
-        self.fill_tables()
+    def longest(self) -> int | None:
+        return self.config.max_seq_len if self.config.attention_every or self.config.bidirectional else None
 
-    def forward(
-        self, ids: Tensor, targets: Tensor | None = None, *, return_logits: bool = False
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(logits, loss) of whole rows.
-
-        Args:
-            ids: [B, T] bytes, uint8, int32 or int64, T >= 1, at most config.max_seq_len with attention or as
-                an encoder. On a GPU their values are not checked, which would wait for it.
-            targets: [B, T] next bytes, or of an encoder [B] classes; -100 where none counts.
-            return_logits: give logits beside the loss, too.
-
-        Returns:
-            logits [B, T, 256] (of an encoder [B, classes]), or None with targets unless asked for; loss, the
-            mean cross entropy in nats, a float32 scalar (float64 in a float64 model), or None.
-
-        Raises:
-            TypeError: ids or targets of another dtype. ValueError: another shape or device, or T too long.
-            IndexError: on the CPU, a value that is no symbol.
-        """
-        self._check(ids)
-        if targets is not None:
-            self._check_targets(targets, ids)
-        logits = self._logits(ids, None)
-        if targets is None:
-            return logits, None
-        exact = logits if logits.dtype == torch.float64 else logits.float()
-        loss = F.cross_entropy(exact.flatten(0, -2), targets.flatten().long())
-        return (logits if return_logits else None), loss
-
-    def decode(self, ids: Tensor, cache: Cache) -> Tensor:
-        """Logits [B, T, 256] of ids [B, T] that follow what `cache` holds; the cache then holds them, too.
-
-        With poles and without attention a step costs the same however long the text is.
-        """
-        self._check_causal()
-        check_kind("cache", cache, Cache)
-        self._check(ids, cache.length)
-        check_cache(cache, self.config, ids)
-        with cache.step():
-            logits = self._logits(ids, cache)
-        cache.length += ids.shape[1]
-        cache.attention.length = cache.length
-        return logits
+    def context(self) -> int | None:
+        if self.config.bidirectional:
+            raise ValueError("an encoder sees whole rows and can't decode: use bidirectional=False")
+        return self.longest()
 
     def _check_targets(self, targets: Tensor, ids: Tensor) -> None:
         if not self.config.bidirectional:
-            check_targets(targets, ids, self.config.vocab)
+            super()._check_targets(targets, ids)
             return
         check_symbols("targets", targets)
         if targets.shape != ids.shape[:1]:
@@ -431,33 +374,16 @@ class ByteSpectralLM(Generates, HasRotaryTables, StartsAnew):
             )
         check_values("targets", targets, (ids.device,), self.config.classes, ignored=-100)
 
-    def _check_causal(self) -> None:
-        if self.config.bidirectional:
-            raise ValueError("an encoder sees whole rows and can't decode: use bidirectional=False")
-
-    def _check(self, ids: Tensor, held: int = 0) -> None:
-        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
-        length, limit = held + ids.shape[1], self.config.max_seq_len
-        if length > limit and (self.config.attention_every or self.config.bidirectional):
-            raise ValueError(
-                f"a row of {length} bytes is longer than max_seq_len={limit}: cut it, or build the model "
-                f"with Config(max_seq_len={length}) or more"
-            )
-
-    def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:
+    def _hidden(self, ids: Tensor, cache: Cache | None) -> Tensor:
         cos, sin = (rows_at(table, ids.shape[1], cache) for table in (self.cos, self.sin))
-        x, residual = self.embed(ids.long()) + self._spectra(ids.to(torch.uint8), cache), None
+        x = self.embed(ids.long()) + self._spectra(ids.to(torch.uint8), cache)
         if self.ngrams is not None:
             more, last = self.ngrams(ids.long(), None if cache is None else cache.symbols)
             x = x + more
             if cache is not None:
                 cache.symbols = last.clone()  # a view would keep all of it
-        for block in self.blocks:
-            x, residual = block(x, residual, cos, sin, cache)
-        x, _ = self.norm(x, residual)
-        if self.config.bidirectional:
-            x = x.mean(dim=1)
-        return F.linear(x, self.embed.weight if self.head is None else self.head.weight)
+        x = self._through(x, cache, cos, sin)
+        return x.mean(dim=1) if self.config.bidirectional else x
 
     def _spectra(self, ids: Tensor, cache: Cache | None) -> Tensor:
         if cache is None:
@@ -477,8 +403,7 @@ class ByteSpectralLM(Generates, HasRotaryTables, StartsAnew):
         of two real FFTs of twice the length for each filter, three times.
         """
         config = self.config
-        products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        products += self.embed.weight.numel() if self.head is None else 0
+        products = self._matrix_weights()
         products += config.window * 2 * config.bins * config.channels + self.spectrum.weight.numel()
         attending = sum(config.attends(layer) for layer in range(config.layers))
         fft = 3 * 2 * 2 * 5 * math.ceil(math.log2(2 * max(length, 1)))
@@ -488,8 +413,3 @@ class ByteSpectralLM(Generates, HasRotaryTables, StartsAnew):
     def make_cache(self, capacity: int | None = None) -> Cache:
         """An empty cache for `decode`; with attention, of up to `capacity` positions."""
         return Cache(self.config, capacity)
-
-    def context(self) -> int | None:
-        """How many positions `decode` sees at most; without attention there is no limit."""
-        self._check_causal()
-        return self.config.max_seq_len if self.config.attention_every else None

@@ -47,6 +47,10 @@ class DecodeCache:
         yield from self.buffers()
         yield from self.state().values()
 
+    def grow(self, ids: Tensor) -> None:
+        """Counts ids [B, T], which it holds from now on."""
+        self.length += ids.shape[1]
+
     def widen(self, model: Any, at: Tensor) -> None:
         """Gives the tensors of `model` the shapes that they have in a row without end."""
 

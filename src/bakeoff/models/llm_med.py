@@ -14,23 +14,18 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.caching import DecodeCache, rows_at
 from bakeoff.models.checks import (
-    check_cache,
     check_capacity,
     check_fields,
-    check_ids,
     check_kind,
     check_no_recomputing,
-    check_targets,
 )
-from bakeoff.models.generation import Generates
-from bakeoff.models.initial import normal_matrices
+from bakeoff.models.language import Block, LanguageModel
 from bakeoff.models.ngrams import NGrams, check_ngrams
-from bakeoff.nn import MLP, HasRotaryTables, KeyValues, QKNorm, RMSNorm, attend
+from bakeoff.nn import KeyValues, QKNorm, RMSNorm, attend
 from bakeoff.nn.initial import StartsAnew, fill
 from bakeoff.nn.memory_state import outliving
 from bakeoff.ops import short_conv
@@ -158,6 +153,10 @@ class Cache(DecodeCache):
     def buffers(self) -> list[Tensor]:
         return self.attention.tensors()
 
+    def grow(self, ids: Tensor) -> None:
+        super().grow(ids)
+        self.attention.length = self.length
+
     def widen(self, model: Any, at: Tensor) -> None:
         self.attention.settle(at)
 
@@ -198,32 +197,7 @@ class Attention(StartsAnew):
         return out
 
 
-class Block(nn.Module):
-    """One layer. Takes and returns the stream as (branch, residual); their sum is the stream."""
-
-    def __init__(self, config: Config, layer: int) -> None:
-        super().__init__()
-        self.dropout = config.dropout
-        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = Attention(config, layer)
-        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config.d_model, config.ff_dim)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, cache: Cache | None
-    ) -> tuple[Tensor, Tensor]:
-        if residual is None:  # the first layer: nothing to add yet
-            h, residual = self.attention_norm(x), x
-        else:
-            h, residual = self.attention_norm(x, residual)
-        drops = self.training and cache is None  # decoding never drops
-        x = F.dropout(self.attention(h, cos, sin, cache), self.dropout, drops)
-        h, residual = self.mlp_norm(x, residual)
-        x = F.dropout(self.mlp(h), self.dropout, drops)
-        return x, residual
-
-
-class LLMMed(Generates, HasRotaryTables, StartsAnew):
+class LLMMed(LanguageModel):
     """A causal language model over `config.vocab` symbols, bytes by default.
 
     >>> model = LLMMed(Config.sizes("tiny"))
@@ -232,89 +206,35 @@ class LLMMed(Generates, HasRotaryTables, StartsAnew):
     >>> _, loss = model(ids[:, :-1], ids[:, 1:])   # mean cross entropy in nats
     """
 
+    config: Config
+    kept = Cache
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         check_kind("config", config, Config)
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.d_model)
         self.ngrams = NGrams(config.ngrams, config.ngram_bits, config.d_model) if config.ngrams else None
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        layers = range(config.layers)
+        self.blocks = nn.ModuleList(Block(config, attention=Attention(config, layer)) for layer in layers)
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
         self.make_tables(config.max_seq_len, config.head_dim, config.rope_base)
         self.first_values()
 
-    def first_values(self) -> None:
-        """Normal weights of deviation 0.02; the projections that end a branch are divided by
-        sqrt(2 * layers), so that the stream's variance does not grow with depth (Radford et al. 2019). What a
-        rung adds begins as nothing: scales of 1, a convolution by 1, n-grams of 0."""
-        normal_matrices(self, self.config.layers)
-        self.fill_tables()
-
-    def forward(
-        self, ids: Tensor, targets: Tensor | None = None, *, return_logits: bool = False
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(logits, loss) of whole rows.
-
-        Args:
-            ids: [B, T] symbols, uint8, int32 or int64, 1 <= T <= config.max_seq_len. On a GPU their values
-                are not checked, which would wait for it.
-            targets: [B, T] next symbols, -100 where none counts. Without them the loss is None.
-            return_logits: give logits beside the loss, too.
-
-        Returns:
-            logits [B, T, V], or None with targets unless asked for; loss, the mean cross entropy in nats, a
-            float32 scalar (float64 in a float64 model), or None.
-
-        Raises:
-            TypeError: ids or targets of another dtype. ValueError: another shape or device, or T too long.
-            IndexError: on the CPU, a value that is no symbol.
-        """
-        self._check(ids)
-        if targets is not None:
-            check_targets(targets, ids, self.config.vocab)
-        logits = self._logits(ids, None)
-        if targets is None:
-            return logits, None
-        exact = logits if logits.dtype == torch.float64 else logits.float()
-        loss = F.cross_entropy(exact.flatten(0, 1), targets.flatten().long())
-        return (logits if return_logits else None), loss
-
-    def decode(self, ids: Tensor, cache: Cache) -> Tensor:
-        """Logits [B, T, V] of ids [B, T] that follow what `cache` holds; the cache then holds them, too."""
-        check_kind("cache", cache, Cache)
-        self._check(ids, cache.length)
-        check_cache(cache, self.config, ids)
-        with cache.step():
-            logits = self._logits(ids, cache)
-        cache.length += ids.shape[1]
-        cache.attention.length = cache.length
-        return logits
-
-    def _check(self, ids: Tensor, held: int = 0) -> None:
-        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
-        length, limit = held + ids.shape[1], self.config.max_seq_len
-        if length > limit:
-            raise ValueError(
-                f"a row of {length} symbols is longer than max_seq_len={limit}: cut it, or build the model "
-                f"with Config(max_seq_len={length}) or more (weights do not depend on it)"
-            )
-
-    def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:
+    def _hidden(self, ids: Tensor, cache: Cache | None) -> Tensor:
         cos, sin = (rows_at(table, ids.shape[1], cache) for table in (self.cos, self.sin))
-        x, residual = self.embed(ids.long()), None
+        x: Tensor = self.embed(ids.long())
         if self.ngrams is not None:
             more, last = self.ngrams(ids.long(), None if cache is None else cache.symbols)
             x = x + more
             if cache is not None:
                 cache.symbols = last.clone()  # a view would keep all of it
-        for block in self.blocks:
-            x, residual = block(x, residual, cos, sin, cache)
-        x, _ = self.norm(x, residual)
-        logits = F.linear(x, self.embed.weight if self.head is None else self.head.weight)
-        if self.config.logit_cap:
-            logits = self.config.logit_cap * torch.tanh(logits / self.config.logit_cap)
-        return logits
+        return self._through(x, cache, cos, sin)
+
+    def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:
+        logits, cap = super()._logits(ids, cache), self.config.logit_cap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations of forward and backward per symbol, in rows of `length` symbols.
@@ -322,15 +242,9 @@ class LLMMed(Generates, HasRotaryTables, StartsAnew):
         6 per weight of a matrix product or a convolution, and 6 * layers * d_model * length for causal
         attention.
         """
-        products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        products += self.embed.weight.numel() if self.head is None else 0
-        products += self.config.layers * self.config.d_model * self.config.conv
+        products = self._matrix_weights() + self.config.layers * self.config.d_model * self.config.conv
         return 6 * products + 6 * self.config.layers * self.config.d_model * length
 
     def make_cache(self, capacity: int | None = None) -> Cache:
         """An empty cache for `decode`, of up to `capacity` positions."""
         return Cache(self.config, capacity)
-
-    def context(self) -> int:
-        """How many positions `decode` sees at most."""
-        return self.config.max_seq_len

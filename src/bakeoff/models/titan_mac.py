@@ -16,24 +16,17 @@ import math
 from typing import Any, Literal, get_args
 
 import msgspec
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.caching import DecodeCache
 from bakeoff.models.checks import (
-    check_cache,
     check_capacity,
     check_fields,
-    check_ids,
     check_kind,
-    check_targets,
 )
-from bakeoff.models.generation import Generates
-from bakeoff.models.initial import normal_matrices
+from bakeoff.models.language import Block, LanguageModel
 from bakeoff.models.titan_mixers import MIXERS, Past
-from bakeoff.nn import MLP, HasRotaryTables, RMSNorm
-from bakeoff.nn.initial import StartsAnew
+from bakeoff.nn import RMSNorm
 
 __all__ = ["SIZES", "Cache", "Config", "TitanMAC"]
 
@@ -171,6 +164,10 @@ class Cache(DecodeCache):
         pairs = (past.ring or (past.k, past.v) for past in self.layers)
         return [tensor for pair in pairs for tensor in pair if tensor is not None]
 
+    def grow(self, ids: Tensor) -> None:
+        super().grow(ids)
+        self.rows = ids.shape[0]
+
     def widen(self, model: Any, at: Tensor) -> None:
         for block, past in zip(model.blocks, self.layers, strict=True):
             block.mixer.settle(past)
@@ -182,124 +179,45 @@ class Cache(DecodeCache):
             past.detach()
 
 
-class Block(nn.Module):
-    """One layer. Takes and returns the stream as (branch, residual); their sum is the stream."""
+class TitanMAC(LanguageModel):
+    """A causal language model over `config.vocab` symbols, bytes by default. Every row begins with fresh
+    memories.
 
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.dropout = config.dropout
-        self.mixer_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mixer = MIXERS[config.variant](config)
-        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config.d_model, config.ff_dim)
+    Rows have no end, and a step of decoding costs the same however long the text is: what is older than the
+    attention's window is in the memories alone.
 
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        at: int | Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        past: Past | None,
-        drops: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """`at` is the first position's in its segment; of a settled step, how many positions were before. No
-        `past`: whole rows."""
-        if residual is None:  # the first layer: nothing to add yet
-            h, residual = self.mixer_norm(x), x
-        else:
-            h, residual = self.mixer_norm(x, residual)
-        if isinstance(at, Tensor):
-            assert past is not None
-            x = self.mixer.step(h, at, cos, sin, past)
-        else:
-            x = F.dropout(self.mixer(h, at, cos, sin, past), self.dropout, drops)
-        h, residual = self.mlp_norm(x, residual)
-        return F.dropout(self.mlp(h), self.dropout, drops), residual
-
-
-class TitanMAC(Generates, HasRotaryTables, StartsAnew):
-    """A causal language model over `config.vocab` symbols, bytes by default.
-
+    >>> import torch
     >>> model = TitanMAC(Config.sizes("tiny"))
     >>> ids = torch.randint(256, (2, 96))
     >>> logits, _ = model(ids)                     # [2, 96, 256]
     >>> _, loss = model(ids[:, :-1], ids[:, 1:])   # mean cross entropy in nats
     """
 
+    config: Config
+    kept = Cache
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         check_kind("config", config, Config)
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.d_model)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        mixer = MIXERS[config.variant]
+        self.blocks = nn.ModuleList(Block(config, mixer=mixer(config)) for _ in range(config.layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
         # A segment, and for a sliding window the one before; rotary turns by distance, so rows have no end.
         self.make_tables(2 * config.segment, config.head_dim, config.rope_base)
         self.first_values()
 
-    def first_values(self) -> None:
-        """Normal matrices of deviation 0.02; those that end a branch are divided by sqrt(2 * layers), so that
-        the stream's variance does not grow with depth. Memories and their gates keep their own start."""
-        normal_matrices(self, self.config.layers)
-        self.fill_tables()
+    def longest(self) -> None:
+        return None
 
-    def forward(
-        self, ids: Tensor, targets: Tensor | None = None, *, return_logits: bool = False
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """(logits, loss) of whole rows, every one of which begins with fresh memories.
-
-        Args:
-            ids: [B, T] symbols, uint8, int32 or int64, T >= 1. On a GPU their values are not checked,
-                which would wait for it.
-            targets: [B, T] next symbols, -100 where none counts. Without them the loss is None.
-            return_logits: give logits beside the loss, too.
-
-        Returns:
-            logits [B, T, V], or None with targets unless asked for; loss, the mean cross entropy in nats, a
-            float32 scalar (float64 in a float64 model), or None.
-
-        Raises:
-            TypeError: ids or targets of another dtype. ValueError: another shape or device. IndexError: on
-                the CPU, a value that is no symbol.
-        """
-        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
-        if targets is not None:
-            check_targets(targets, ids, self.config.vocab)
-        logits = self._logits(ids, None)
-        if targets is None:
-            return logits, None
-        exact = logits if logits.dtype == torch.float64 else logits.float()
-        loss = F.cross_entropy(exact.flatten(0, 1), targets.flatten().long())
-        return (logits if return_logits else None), loss
-
-    def decode(self, ids: Tensor, cache: Cache) -> Tensor:
-        """Logits [B, T, V] of ids [B, T] that follow what `cache` holds; the cache then holds them, too.
-
-        A step costs the same however long the text is: what is older than the attention's window is in the
-        memories alone.
-        """
-        check_kind("cache", cache, Cache)
-        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
-        check_cache(cache, self.config, ids)
-        with cache.step():
-            logits = self._logits(ids, cache)
-        cache.length += ids.shape[1]
-        cache.rows = ids.shape[0]
-        return logits
-
-    def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:
+    def _hidden(self, ids: Tensor, cache: Cache | None) -> Tensor:
         at: int | Tensor = cache.length % self.config.segment if cache is not None else 0
         if cache is not None and cache.at is not None:
             at = cache.at
-        layers = cache.layers if cache is not None else [None] * len(self.blocks)
-        drops = self.training and cache is None  # decoding never drops
-        x, residual = self.embed(ids.long()), None
-        for block, past in zip(self.blocks, layers, strict=True):
-            x, residual = block(x, residual, at, self.cos, self.sin, past, drops)
-        x, _ = self.norm(x, residual)
-        return F.linear(x, self.embed.weight if self.head is None else self.head.weight)
+        pasts = cache.layers if cache is not None else [None] * len(self.blocks)
+        return self._through(self.embed(ids.long()), cache, at, self.cos, self.sin, pasts=pasts)
 
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations of forward and backward per symbol, in rows of `length` symbols.
@@ -308,10 +226,9 @@ class TitanMAC(Generates, HasRotaryTables, StartsAnew):
         those of a memory's forward: 22 E H and 4 chunk (E + H) a head.
         """
         config, mac = self.config, self.config.variant == "mac"
-        products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        products = self._matrix_weights()
         if mac and config.memory:  # keys and values of what is recalled, too
             products += 2 * config.layers * config.d_model**2
-        products += self.embed.weight.numel() if self.head is None else 0
         near = min(length, config.segment)
         keys = {"mac": (1 + config.memory) * near / 2, "mag": near, "lmm": -config.persistent}[config.variant]
         attending = 12 * config.d_model * (config.persistent + keys)
@@ -323,6 +240,3 @@ class TitanMAC(Generates, HasRotaryTables, StartsAnew):
         """An empty cache for `decode`, of the same size for any number of positions."""
         check_capacity(capacity)
         return Cache(self.config)
-
-    def context(self) -> None:
-        """`decode` goes on without end."""

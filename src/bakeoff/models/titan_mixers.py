@@ -160,8 +160,12 @@ class AsContext(StartsAnew):
         if self.memory is not None and self.ask is not None:
             fill(self.ask.linear.weight, self.memory.qkv.linear.weight.chunk(3)[0])
 
-    def forward(self, x: Tensor, at: int, cos: Tensor, sin: Tensor, past: Past | None) -> Tensor:
-        """x [B, T, D], the first at position `at` of a segment; cos, sin [S, E/2]; returns [B, T, D]."""
+    def forward(self, x: Tensor, at: int | Tensor, cos: Tensor, sin: Tensor, past: Past | None) -> Tensor:
+        """x [B, T, D], the first at position `at` of a segment, or of a settled step how many positions were
+        before; cos, sin [S, E/2]; returns [B, T, D]."""
+        if isinstance(at, Tensor):
+            assert past is not None
+            return self.step(x, at, cos, sin, past)
         past = Past.behind(past)
         q, asked = self.q(x), None
         if self.ask is not None:
@@ -265,8 +269,12 @@ class AsGate(StartsAnew):
         """Small persistent keys and values."""
         _first_persistent(self.persistent)
 
-    def forward(self, x: Tensor, at: int, cos: Tensor, sin: Tensor, past: Past | None) -> Tensor:
-        """x [B, T, D], the first at position `at` of a segment; cos, sin [2 S, E/2]; returns [B, T, D]."""
+    def forward(self, x: Tensor, at: int | Tensor, cos: Tensor, sin: Tensor, past: Past | None) -> Tensor:
+        """x [B, T, D], the first at position `at` of a segment, or of a settled step how many positions were
+        before; cos, sin [2 S, E/2]; returns [B, T, D]."""
+        if isinstance(at, Tensor):
+            assert past is not None
+            return self.step(x, at, cos, sin, past)
         past = Past.behind(past)
         qkv, S = self.qkv(x).unflatten(-1, (3, -1, self.config.head_dim)), self.config.segment
         pieces, begin = [], 0
@@ -365,8 +373,6 @@ class Alone(nn.Module):
 
     def settle(self, past: Past) -> None:
         """A memory alone has its full size from the start."""
-
-    step = forward
 
 
 Mixer = AsContext | AsGate | Alone

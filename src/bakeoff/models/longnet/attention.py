@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.checks import check_no_recomputing
+from bakeoff.models.language import Block
 from bakeoff.models.longnet.cache import Cache, Slots
 from bakeoff.models.longnet.shape import Shape
 from bakeoff.nn import attend_one
 from bakeoff.ops import dilated_attention, qkv_rotary
 from bakeoff.ops.dilated_attention import phase_table
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "blocks_of"]
 
 
 class Attention(nn.Module):
@@ -122,6 +123,12 @@ class Attention(nn.Module):
                 for x, part in zip((k, v), held, strict=True)
             )
             layer[branch] = _put(held[0], next(news), low), _put(held[1], next(news), low)
+
+
+def blocks_of(config: Shape, causal: bool) -> nn.ModuleList:
+    """The layers, in which heads select other tokens each."""
+    layers = range(config.layers)
+    return nn.ModuleList(Block(config, attention=Attention(config, layer, causal)) for layer in layers)
 
 
 def _put(held: Tensor, new: Tensor, low: int) -> Tensor:

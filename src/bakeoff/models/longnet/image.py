@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from bakeoff.models.checks import check_device, check_kind, check_symbols, check_values
-from bakeoff.models.longnet.blocks import LongNet, cross_entropy
+from bakeoff.models.language import Layers, cross_entropy
+from bakeoff.models.longnet.attention import blocks_of
 from bakeoff.models.longnet.shape import Shape, check_sizes
+from bakeoff.nn import RMSNorm
 from bakeoff.token_order import TokenOrder, permute, token_order
 
 __all__ = ["ImageConfig", "ImageLongNet"]
@@ -72,7 +74,7 @@ class ImageConfig(
         return tuple(size // self.patch for size in self.shape)
 
 
-class ImageLongNet(LongNet):
+class ImageLongNet(Layers):
     """Classes of images or volumes, or of each of their cells.
 
     Cells are embedded, given a learned vector for their place on each axis, lined up once in the
@@ -86,13 +88,16 @@ class ImageLongNet(LongNet):
     torch.Size([2, 10])
     """
 
+    config: ImageConfig
     perm: Tensor
     inverse: Tensor
 
     def __init__(self, config: ImageConfig) -> None:
+        super().__init__()
         check_kind("config", config, ImageConfig)
-        super().__init__(config, causal=False)
         self.config = config
+        self.blocks = blocks_of(config, causal=False)
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
         cells, grid, D = math.prod(config.grid), config.grid, config.d_model
         self.embed: nn.Embedding | nn.Linear = (
             nn.Embedding(config.symbols, D)
@@ -145,7 +150,7 @@ class ImageLongNet(LongNet):
         for axis, place in enumerate(self.places):
             x = x + place.view(*(size if i == axis else 1 for i, size in enumerate(grid)), -1).to(x.dtype)
         x = permute(x.flatten(1, -2), self.perm, self.inverse)
-        x = self.run(x, *self._turns())
+        x = self._through(x, None, *self._turns())
         if self.config.labels == "image":
             logits = self.head(x.mean(1))
         else:

@@ -1,0 +1,177 @@
+"""What all models have in common: a layer, the loss, and how language models take rows and pieces of rows."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bakeoff.models.caching import DecodeCache
+from bakeoff.models.checks import check_cache, check_ids, check_kind, check_targets
+from bakeoff.models.generation import Generates
+from bakeoff.models.initial import normal_matrices
+from bakeoff.nn import MLP, HasRotaryTables, RMSNorm
+from bakeoff.nn.initial import StartsAnew
+
+__all__ = ["Block", "LanguageModel", "Layers", "cross_entropy"]
+
+
+class Widths(Protocol):
+    """What a layer reads of a model's configuration."""
+
+    @property
+    def d_model(self) -> int: ...
+    @property
+    def ff_dim(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def dropout(self) -> float: ...
+
+
+class Block(nn.Module):
+    """One layer: what mixes positions, and a gated MLP, each behind a norm. Takes and returns the stream as
+    (branch, residual); their sum is the stream."""
+
+    def __init__(self, config: Widths, **mixer: nn.Module) -> None:
+        """`mixer` is one module, under the name that its weights have: ``Block(config, attention=...)``."""
+        super().__init__()
+        ((self.mixes, module),) = mixer.items()
+        self.dropout = config.dropout
+        self.add_module(f"{self.mixes}_norm", RMSNorm(config.d_model, config.norm_eps))
+        self.add_module(self.mixes, module)
+        self.mlp_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = MLP(config.d_model, config.ff_dim)
+
+    def forward(self, x: Tensor, residual: Tensor | None, drops: bool, *told: Any) -> tuple[Tensor, Tensor]:
+        """`drops`: whether there is dropout. `told`: what the mixer takes beside its input."""
+        norm, mixer = getattr(self, f"{self.mixes}_norm"), getattr(self, self.mixes)
+        if residual is None:  # the first layer: nothing to add yet
+            h, residual = norm(x), x
+        else:
+            h, residual = norm(x, residual)
+        x = F.dropout(mixer(h, *told), self.dropout, drops)
+        h, residual = self.mlp_norm(x, residual)
+        return F.dropout(self.mlp(h), self.dropout, drops), residual
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | None = None) -> Tensor:
+    """The cross entropy of logits [..., classes] and targets [...], at least in float32: the mean, or the sum
+    divided by `count`."""
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    flat, wanted = exact.flatten(0, -2), targets.flatten().long()
+    if count is None:
+        return F.cross_entropy(flat, wanted)
+    return F.cross_entropy(flat, wanted, reduction="sum") / count
+
+
+class Layers(HasRotaryTables, StartsAnew):
+    """Base of the models. One has `config`, `blocks` and a last `norm`."""
+
+    config: Any
+    blocks: nn.ModuleList
+    norm: RMSNorm
+
+    def first_values(self) -> None:
+        """Normal matrices of deviation 0.02; those that end a branch are divided by sqrt(2 * layers), so that
+        the stream's variance does not grow with depth (Radford et al. 2019). What else a model has, as
+        filters, spectra, n-grams and memories, keeps its own start."""
+        normal_matrices(self, self.config.layers)
+        self.fill_tables()
+
+    def _through(self, x: Tensor, cache: Any, *told: Any, pasts: Sequence[Any] | None = None) -> Tensor:
+        """x [B, T, D] through all blocks and the norm. Mixers are told `told`, and last of all what is known
+        of earlier positions: each one's of `pasts`, or `cache`."""
+        drops = self.training and cache is None  # decoding never drops
+        residual = None
+        for block, past in zip(self.blocks, pasts or [cache] * len(self.blocks), strict=True):
+            x, residual = block(x, residual, drops, *told, past)
+        y: Tensor = self.norm(x, residual)[0]
+        return y
+
+
+class LanguageModel(Generates, Layers):
+    """Base of the causal models over symbols. One has an `embed` and a `head` (None: the embedding's weight),
+    too, and says what goes from the one to the other."""
+
+    kept: ClassVar[type[DecodeCache]]
+    """The class of its caches."""
+    length_is_free: ClassVar[str] = " (weights do not depend on it)"
+    """What to say of a configuration with longer rows."""
+    embed: nn.Embedding
+    head: nn.Linear | None
+
+    def forward(
+        self, ids: Tensor, targets: Tensor | None = None, *, return_logits: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(logits, loss) of whole rows.
+
+        Args:
+            ids: [B, T] symbols, uint8, int32 or int64, T >= 1, and at most the model's longest row. On a GPU
+                their values are not checked, which would wait for it.
+            targets: [B, T] next symbols, -100 where none counts. Without them the loss is None.
+            return_logits: give logits beside the loss, too.
+
+        Returns:
+            logits [B, T, V], or None with targets unless asked for; loss, the mean cross entropy in nats, a
+            float32 scalar (float64 in a float64 model), or None.
+
+        Raises:
+            TypeError: ids or targets of another dtype. ValueError: another shape or device, or T too long.
+            IndexError: on the CPU, a value that is no symbol.
+        """
+        self._check(ids)
+        if targets is not None:
+            self._check_targets(targets, ids)
+        logits = self._logits(ids, None)
+        if targets is None:
+            return logits, None
+        return (logits if return_logits else None), self._loss(logits, targets)
+
+    def decode(self, ids: Tensor, cache: Any) -> Tensor:
+        """Logits [B, T, V] of ids [B, T] that follow what `cache` holds; the cache then holds them, too."""
+        self.context()  # raises where a model can't decode
+        check_kind("cache", cache, self.kept)
+        self._check(ids, cache.length)
+        check_cache(cache, self.config, ids)
+        with cache.step():
+            logits = self._logits(ids, cache)
+        cache.grow(ids)
+        return logits
+
+    def longest(self) -> int | None:
+        """How many symbols a row has at most; None: any number."""
+        return self.config.max_seq_len  # type: ignore[no-any-return]
+
+    def context(self) -> int | None:
+        """How many positions `decode` sees at most, or None for any number. ValueError if it can't decode."""
+        return self.longest()
+
+    def _check(self, ids: Tensor, held: int = 0) -> None:
+        check_ids("ids", ids, (self.cos.device, self.embed.weight.device), self.config.vocab)
+        length, limit = held + ids.shape[1], self.longest()
+        if limit is not None and length > limit:
+            raise ValueError(
+                f"a row of {length} symbols is longer than max_seq_len={limit}: cut it, or build the model "
+                f"with Config(max_seq_len={length}) or more{self.length_is_free}"
+            )
+
+    def _check_targets(self, targets: Tensor, ids: Tensor) -> None:
+        check_targets(targets, ids, self.config.vocab)
+
+    def _hidden(self, ids: Tensor, cache: Any) -> Tensor:
+        """What the head multiplies, [B, T, D] of ids [B, T] behind what `cache` holds."""
+        raise NotImplementedError
+
+    def _logits(self, ids: Tensor, cache: Any) -> Tensor:
+        x = self._hidden(ids, cache)
+        return F.linear(x, self.embed.weight if self.head is None else self.head.weight)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits, targets)
+
+    def _matrix_weights(self) -> int:
+        """How many weights of matrix products there are, the head's included."""
+        found: int = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        return found + (self.embed.weight.numel() if self.head is None else 0)
