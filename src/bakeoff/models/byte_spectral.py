@@ -30,7 +30,7 @@ from bakeoff.models.checks import (
     check_values,
 )
 from bakeoff.models.language import Block, LanguageModel
-from bakeoff.models.ngrams import NGrams, check_ngrams
+from bakeoff.models.ngrams import NGrams, check_ngrams, with_ngrams
 from bakeoff.nn import KeyValues, QKNorm, RMSNorm, attend
 from bakeoff.nn.filters import MinimumPhase, Past, Poles, Taps, WholeRow
 from bakeoff.nn.initial import StartsAnew, fill
@@ -377,11 +377,7 @@ class ByteSpectralLM(LanguageModel):
     def _hidden(self, ids: Tensor, cache: Cache | None) -> Tensor:
         cos, sin = (rows_at(table, ids.shape[1], cache) for table in (self.cos, self.sin))
         x = self.embed(ids.long()) + self._spectra(ids.to(torch.uint8), cache)
-        if self.ngrams is not None:
-            more, last = self.ngrams(ids.long(), None if cache is None else cache.symbols)
-            x = x + more
-            if cache is not None:
-                cache.symbols = last.clone()  # a view would keep all of it
+        x = with_ngrams(x, self.ngrams, ids.long(), cache)
         x = self._through(x, cache, cos, sin)
         return x.mean(dim=1) if self.config.bidirectional else x
 

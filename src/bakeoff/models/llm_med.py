@@ -24,7 +24,7 @@ from bakeoff.models.checks import (
     check_no_recomputing,
 )
 from bakeoff.models.language import Block, LanguageModel
-from bakeoff.models.ngrams import NGrams, check_ngrams
+from bakeoff.models.ngrams import NGrams, check_ngrams, with_ngrams
 from bakeoff.nn import KeyValues, QKNorm, RMSNorm, attend
 from bakeoff.nn.initial import StartsAnew, fill
 from bakeoff.nn.memory_state import outliving
@@ -224,12 +224,7 @@ class LLMMed(LanguageModel):
 
     def _hidden(self, ids: Tensor, cache: Cache | None) -> Tensor:
         cos, sin = (rows_at(table, ids.shape[1], cache) for table in (self.cos, self.sin))
-        x: Tensor = self.embed(ids.long())
-        if self.ngrams is not None:
-            more, last = self.ngrams(ids.long(), None if cache is None else cache.symbols)
-            x = x + more
-            if cache is not None:
-                cache.symbols = last.clone()  # a view would keep all of it
+        x = with_ngrams(self.embed(ids.long()), self.ngrams, ids.long(), cache)
         return self._through(x, cache, cos, sin)
 
     def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:

@@ -1,12 +1,14 @@
 """Embeddings of hashed n-grams, which models add to those of single symbols (Pagnoni et al. 2024, 3.2.1)."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.nn.initial import StartsAnew
 
-__all__ = ["NGrams", "check_ngrams"]
+__all__ = ["NGrams", "check_ngrams", "with_ngrams"]
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # Knuth's multiplicative hashing: 2^64 / golden ratio
 
@@ -57,3 +59,14 @@ class NGrams(StartsAnew):
             mixed = (key ^ (key >> 32)) * _ODD  # by a product alone, some rows would be empty
             found.append((mixed >> (64 - self.bits)) & ((1 << self.bits) - 1))
         return found
+
+
+def with_ngrams(x: Tensor, ngrams: NGrams | None, ids: Tensor, cache: Any) -> Tensor:
+    """x [B, T, D] and the embeddings of the n-grams that end at ids [B, T], if there are any. `cache.symbols`
+    are the last symbols before, and then the last of all."""
+    if ngrams is None:
+        return x
+    more, last = ngrams(ids, None if cache is None else cache.symbols)
+    if cache is not None:
+        cache.symbols = last.clone()  # a view would keep all of it
+    return x + more  # type: ignore[no-any-return]
