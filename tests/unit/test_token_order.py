@@ -238,6 +238,13 @@ def test_the_report_s_blocks_and_halos_are_those_of_the_mask(kind: str) -> None:
         assert halo.share == pytest.approx(max(shares))
 
 
+def test_blocks_of_many_queries_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = token_order("hilbert", (64, 64))
+    whole = order.report([256], [1], block=16).active_blocks
+    monkeypatch.setattr("bakeoff.token_order.report._BLOCKS", 128 * 256)  # half of the 256 blocks
+    assert order.report([256], [1], block=16).active_blocks == pytest.approx(whole, rel=0.05)
+
+
 def test_a_report_tells_good_orders_from_bad_ones() -> None:
     """Rows lose to tiles by a factor, and tiles to no curve by more than a little at one size of segment."""
     order = {kind: token_order(kind, (64, 64)) for kind in GRID_KINDS}

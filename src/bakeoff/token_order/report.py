@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 __all__ = ["Halo", "OrderReport", "reported"]
 
 Ints = NDArray[np.integer[Any]]
-_PAIRS = 2**23  # (query, key) pairs held at a time
-_BRANCHES, _PHASES, _BOX = 12, 4096, 2**28
+_FAR = 45.0  # past so many times `decay` all tokens together hold less than a rounding of float64
+_BRANCHES, _PHASES, _BOX, _BLOCKS = 12, 4096, 2**28, 2**28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,8 @@ class OrderReport:
         kept: of attention that decays as exp(-distance / decay) over all tokens, the share on those keys; a
             mean over queries, and over heads of every phase.
         active_blocks: of a score matrix in blocks, the share with a pair of tokens within the window: what a
-            block-sparse kernel computes for exact local attention.
+            block-sparse kernel computes for exact local attention. Of more than 16,384 blocks of queries (in
+            blocks of 128, two million tokens) a sample is looked at.
         halos: for each number of devices, the tokens that local attention needs from other devices.
     """
 
@@ -72,8 +73,9 @@ def reported(
                         "devices": min(devices, default=1)}.items():  # fmt: skip
         if not value > 0:
             raise ValueError(f"{name} is {value}; it must be positive")
-    keys, kept = _attention(cells, places, branches, decay, samples)
-    active, halos = _windowed(_table(cells, places), len(places), window, block, devices)
+    table = _table(cells, places)
+    keys, kept = _attention(cells, places, table, branches, decay, samples)
+    active, halos = _windowed(table, len(places), window, block, devices)
     return OrderReport(keys, kept, active, halos)
 
 
@@ -89,36 +91,57 @@ def _branches(segments: Sequence[int], rates: Sequence[int], tokens: int) -> lis
 
 
 def _attention(
-    cells: NDArray[Any], places: Ints, branches: list[tuple[int, int]], decay: float, samples: int
+    cells: NDArray[Any],
+    places: Ints,
+    table: NDArray[np.int32],
+    branches: list[tuple[int, int]],
+    decay: float,
+    samples: int,
 ) -> tuple[float, float]:
     """(keys a query, share of attention on them), by samples of queries."""
     tokens = len(places)
     chosen = np.random.default_rng(0).permutation(tokens)[:samples]
     heads = np.arange(min(math.lcm(*(r for _, r in branches)), _PHASES))
     sets = np.arange(2 ** len(branches))
+    token_at = np.empty(tokens, np.int64)
+    token_at[places] = np.arange(tokens)
     counts, shares = [], []
-    for part in np.array_split(chosen, -(-len(chosen) * tokens // _PAIRS)):
-        away = np.zeros((len(part), tokens), np.float32)
-        for axis in cells.T:
-            away += np.square((axis[part, None] - axis).astype(np.float32))
-        mass = np.exp(-np.sqrt(away) / decay)
-        holding = np.zeros(mass.shape, np.int64)  # bit i: branch i holds the pair, in heads of its phase
-        active = np.zeros((len(part), len(heads)), np.int64)
+    for query, whole in zip(chosen, _masses(cells[chosen] - cells.min(0), table, decay), strict=True):
+        place = int(places[query])
+        begin = min(place // w * w for w, _ in branches)
+        end = min(max((place // w + 1) * w for w, _ in branches), tokens)
+        near = np.arange(begin, end)  # beyond these no branch holds a key
+        away = np.square((cells[token_at[near]] - cells[query]).astype(np.float64)).sum(1)
+        holding = np.zeros(len(near), np.int64)  # bit i: branch i holds the key, in heads of its phase
+        active = np.zeros(len(heads), np.int64)
         for bit, (w, r) in enumerate(branches):
-            segment, phase = places // w, places % w % r
-            holding |= ((segment[part, None] == segment) & (phase[part, None] == phase)).astype(
-                np.int64
-            ) << bit
-            active |= (phase[part, None] == heads % r).astype(np.int64) << bit
-        where = (holding + np.arange(len(part))[:, None] * len(sets)).ravel()
-        size = len(part) * len(sets)
-        held = np.bincount(where, mass.ravel(), size).reshape(len(part), -1)
-        number = np.bincount(where, minlength=size).reshape(len(part), -1)
-        for query, (masses, keys) in enumerate(zip(held, number, strict=True)):
-            hit = (sets & active[query][:, None]) != 0
-            shares.append(float((hit @ masses).mean() / masses.sum()))
-            counts.append(float((hit @ keys).mean()))
+            phase = place % w % r
+            holding |= ((near // w == place // w) & (near % w % r == phase)).astype(np.int64) << bit
+            active |= (heads % r == phase).astype(np.int64) << bit
+        hit = (sets & active[:, None]) != 0
+        held = np.bincount(holding, np.exp(-np.sqrt(away) / decay), len(sets))
+        shares.append(float((hit @ held).mean() / whole))
+        counts.append(float((hit @ np.bincount(holding, minlength=len(sets))).mean()))
     return float(np.mean(counts)), float(np.mean(shares))
+
+
+def _masses(queries: NDArray[Any], table: NDArray[np.int32], decay: float) -> Iterator[float]:
+    """The attention of each query, a cell of `table`, to all tokens."""
+    sizes = np.array(table.shape)
+    reach = np.minimum(math.ceil(_FAR * decay), sizes - 1)
+    away = np.zeros((1,) * len(reach), np.float32)
+    for axis, far in enumerate(reach):
+        along = np.square(np.arange(-far, far + 1, dtype=np.float32))
+        away = away + along.reshape([-1 if i == axis else 1 for i in range(len(reach))])
+    mass = np.exp(np.sqrt(away) / np.float32(-decay))
+    gaps = bool((table < 0).any())
+    for at in queries.astype(np.int64):
+        low, high = np.maximum(at - reach, 0), np.minimum(at + reach + 1, sizes)
+        seen = mass[tuple(slice(a, b) for a, b in zip(low - at + reach, high - at + reach, strict=True))]
+        if gaps:
+            there = table[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] >= 0
+            seen = seen[there]
+        yield float(seen.sum(dtype=np.float64))
 
 
 def _table(cells: NDArray[Any], places: Ints) -> NDArray[np.int32]:
@@ -141,12 +164,18 @@ def _windowed(
 ) -> tuple[float, tuple[Halo, ...]]:
     """(share of active blocks, halos) of attention within `window` along each axis."""
     blocks = -(-tokens // block)
-    active = np.zeros((blocks, blocks), bool)
+    looked_at = np.arange(blocks)
+    if blocks**2 > _BLOCKS:
+        looked_at = np.sort(np.random.default_rng(0).permutation(blocks)[: max(_BLOCKS // blocks, 1)])
+    row_of = np.full(blocks, len(looked_at))  # the last row is for blocks that are not looked at
+    row_of[looked_at] = np.arange(len(looked_at))
+    active = np.zeros((len(looked_at) + 1, blocks), bool)
     own = [-(-tokens // number) for number in devices]  # tokens of a device
     needed = [np.zeros((number, tokens), bool) for number in devices]
     for one, two in _neighbours(table, window):
-        active[one // block, two // block] = True
-        active[two // block, one // block] = True
+        here, there = one // block, two // block
+        active[row_of[here], there] = True
+        active[row_of[there], here] = True
         for size, mine in zip(own, needed, strict=True):
             here, there = one // size, two // size
             remote = here != there
@@ -156,7 +185,7 @@ def _windowed(
     for number, size, mine in zip(devices, own, needed, strict=True):
         held = np.clip(tokens - size * np.arange(number), 0, size)
         halos.append(Halo(number, float((mine.sum(1)[held > 0] / held[held > 0]).max())))
-    return float(active.mean()), tuple(halos)
+    return float(active[:-1].mean()), tuple(halos)
 
 
 def _neighbours(table: NDArray[np.int32], window: int) -> Iterator[tuple[Ints, Ints]]:
