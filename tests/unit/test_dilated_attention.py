@@ -5,6 +5,7 @@ import itertools
 import math
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -147,6 +148,17 @@ def test_pieces_of_long_sequences_are_the_whole(
     monkeypatch.setattr(rows, "_CHUNK", 30)
     torch.testing.assert_close(results(reference(*inputs, *args), inputs), want)
     torch.testing.assert_close(results(plain.branches("math", *inputs, *args), inputs), want)
+
+
+@pytest.mark.parametrize("T", [0, 9])
+@pytest.mark.parametrize("causal", [False, True])
+def test_borders_of_no_document(T: int, causal: bool) -> None:
+    inputs = drawn(T)
+    args = ("4,12", "1,3", causal, "mod", "exact", torch.tensor([4]), None, True)
+    for fn in (reference, partial(plain.branches, "math")):
+        y, lse, *gradients = results(fn(*inputs, *args), inputs)
+        assert (lse == -math.inf).all()
+        assert not any(x.any() for x in (y, *gradients))
 
 
 @pytest.mark.parametrize("combine_grad", ["exact", "detached"])

@@ -66,6 +66,8 @@ def _constant(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor
 def _of_documents(w: int, r: int, phases: Sequence[int], T: int, cu: Tensor) -> Piece:
     """The segments of all documents, as many as there can be, without knowing their lengths."""
     cu = cu.to(torch.int64).clamp(0, T)
+    if cu.numel() == 1:  # no document, which is like an empty one
+        cu = cu.expand(2)
     counts = (cu[1:] - cu[:-1] + w - 1) // w
     after = counts.cumsum(0)
     slot = torch.arange(cu.numel() - 1 + T // w, device=cu.device)
