@@ -326,6 +326,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"combine_grad": "none"}, ValueError, "exact, detached"),
     ({"causal": 1}, TypeError, "True or False"),
     ({"scale": 0.0}, ValueError, "above 0"),
+    ({"scale": "0.5"}, TypeError, "scale is '0.5', expected a number or None"),
     ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "int32 or int64"),
 ]
 
@@ -335,6 +336,16 @@ def test_refusals_carry_the_fix(changed: dict[str, Any], error: type[Exception],
     given: dict[str, Any] = {"segments": (4, 8), "rates": (1, 2)} | changed
     with pytest.raises(error if "|" not in message else (error, TypeError), match=message.lstrip("|")):
         dilated_attention(*drawn(8), **given)
+
+
+@pytest.mark.parametrize("scale", [-1.0, math.nan])
+def test_every_scale_is_looked_at(scale: float) -> None:
+    """Also in calls of a kind that has been decided, which a scale is no part of."""
+    inputs = drawn(8)
+    for _ in range(3):
+        dilated_attention(*inputs, (4,), (1,), scale=0.5)
+    with pytest.raises(ValueError, match="dilated_attention: scale must be above 0 and finite"):
+        dilated_attention(*inputs, (4,), (1,), scale=scale)
 
 
 def test_refusals_of_shapes() -> None:
