@@ -350,6 +350,8 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"no sum over tokens.*pass read='chunk'"):
         memory_scan(q, k, v, memory, momentum, *gates, orthogonalize=5)
     with pytest.raises(TypeError, match="whole number of Newton-Schulz steps"):
+        memory_scan(q, k, v, memory, momentum, *gates, read="chunk", orthogonalize=5.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="orthogonalize is True, expected a number"):
         memory_scan(q, k, v, memory, momentum, *gates, read="chunk", orthogonalize=True)
     with pytest.raises(ValueError, match="orthogonalize must be >= 0"):
         memory_scan(q, k, v, memory, momentum, *gates, read="chunk", orthogonalize=-1)
