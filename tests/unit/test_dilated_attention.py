@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from bakeoff.attention_backends import rows
 from bakeoff.attention_backends.rows import BACKENDS
@@ -148,6 +149,19 @@ def test_pieces_of_long_sequences_are_the_whole(
     monkeypatch.setattr(rows, "_CHUNK", 30)
     torch.testing.assert_close(results(reference(*inputs, *args), inputs), want)
     torch.testing.assert_close(results(plain.branches("math", *inputs, *args), inputs), want)
+
+
+def test_fake_tensors_before_and_after_real_ones() -> None:
+    """What is made once must not be a tensor of a mode, nor meet one."""
+    inputs, phase = drawn(11), ((0, 0), (1, 0), (2, 3))  # a pattern of no other test
+    args = ((3, 6, 11), (1, 2, 5))
+    for _ in range(2):
+        with FakeTensorMode() as mode:
+            fake = dilated_attention(*(mode.from_tensor(x) for x in inputs), *args, phase=phase)
+        real = dilated_attention(*inputs, *args, phase=phase)
+        assert isinstance(fake, FakeTensor)
+        assert not isinstance(real, FakeTensor)
+        assert fake.shape == real.shape
 
 
 @pytest.mark.parametrize("T", [0, 9])
