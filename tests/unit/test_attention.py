@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,19 @@ def test_every_scale_is_looked_at(scale: float) -> None:
         attention(q, k, v, scale=0.5)
     with pytest.raises(ValueError, match=f"attention: scale must be above 0 and finite, got {scale}"):
         attention(q, k, v, scale=scale)
+
+
+def test_second_derivatives() -> None:
+    """PyTorch's kernels have none; its products do, and so does the definition."""
+    inputs = drawn(1, 4, 4, 2, 2, 3, torch.float64)
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({}, partial(attention, impl="math")),
+        ({"causal": True}, partial(attention, impl="math")),
+        ({"causal": True, "window": 2}, reference),
+        ({"cu_seqlens": torch.tensor([0, 1, 4])}, reference),
+    ]
+    for given, fn in cases:
+        assert torch.autograd.gradgradcheck(partial(fn, **given), inputs, fast_mode=True)
 
 
 def test_values_must_be_as_keys() -> None:
