@@ -1,6 +1,7 @@
 """What surrounds the rotary kernels: definition, tables, public call, checks, declaration, torch.compile."""
 
 import doctest
+import itertools
 import math
 
 import pytest
@@ -88,11 +89,27 @@ def test_bad_tables_name_the_fix(change, error, text):
         rotary_tables(**({"positions": 3, "dim": 8} | change))
 
 
+@pytest.mark.parametrize("T", [1, 3])
+def test_gradients_that_begin_at_odd_places(T):
+    """Plain PyTorch turns pairs as complex numbers, which begin at even places; what arrives may not."""
+    q, k = (torch.randn(2, T, n, 6, requires_grad=True) for n in (2, 1))
+    cos, sin = rotary_tables(T, 6)
+    arriving = (
+        torch.randn(1 + q.numel())[1:].view(q.shape),
+        torch.randn(2, 7)[:, None, None, 1:].expand(k.shape),
+    )
+    for interleaved in (False, True):
+        y = eager(q, k, cos, sin, interleaved, None)
+        got = torch.autograd.grad(y, (q, k), arriving)
+        want = torch.autograd.grad(reference(q, k, cos, sin, interleaved), (q, k), arriving)
+        torch.testing.assert_close(got, want)
+
+
 def test_nothing_to_turn_gives_the_tables_zero_gradients():
     cos, sin = (table.requires_grad_() for table in rotary_tables(3, 8))
     q = torch.zeros(0, 3, 4, 8, requires_grad=True)
-    for fn in (rotary, reference):
-        a, b = fn(q, q, cos, sin)
+    for fn, ids in itertools.product((rotary, reference), (None, torch.zeros(0, 3, dtype=torch.int64))):
+        a, b = fn(q, q, cos, sin, position_ids=ids)
         for found, of in zip(
             torch.autograd.grad(a.sum() + b.sum(), (q, cos, sin)), (q, cos, sin), strict=True
         ):

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "window a flag": ({"window": True, "causal": True}, TypeError, "whole number"),
     "scale": ({"scale": -1.0}, ValueError, "fold a sign into q"),
     "infinite scale": ({"scale": math.inf}, ValueError, "finite"),
+    "scale of a tensor": ({"scale": torch.tensor(0.5)}, TypeError, r"scale is tensor\(0.5000\), expected"),
+    "scale a flag": ({"scale": True}, TypeError, "scale is True, expected a number or None"),
     "causal": ({"causal": 1}, TypeError, "expected True or False"),
     "documents of rows": ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "packed documents come as one"),
     "documents and lengths": (
@@ -259,6 +262,29 @@ def test_refusals(what: str) -> None:
     named = {name: value for name, value in given.items() if name != "shape"}
     with pytest.raises(error, match=text):
         attention(*drawn(*given.get("shape", (2, 4, 4, 2, 2, 8))), **named)
+
+
+@pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
+def test_every_scale_is_looked_at(scale: float) -> None:
+    """Also in calls of a kind that has been decided, which a scale is no part of."""
+    q, k, v = drawn(2, 4, 4, 2, 2, 8)
+    for _ in range(3):
+        attention(q, k, v, scale=0.5)
+    with pytest.raises(ValueError, match=f"attention: scale must be above 0 and finite, got {scale}"):
+        attention(q, k, v, scale=scale)
+
+
+def test_second_derivatives() -> None:
+    """PyTorch's kernels have none; its products do, and so does the definition."""
+    inputs = drawn(1, 4, 4, 2, 2, 3, torch.float64)
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({}, partial(attention, impl="math")),
+        ({"causal": True}, partial(attention, impl="math")),
+        ({"causal": True, "window": 2}, reference),
+        ({"cu_seqlens": torch.tensor([0, 1, 4])}, reference),
+    ]
+    for given, fn in cases:
+        assert torch.autograd.gradgradcheck(partial(fn, **given), inputs, fast_mode=True)
 
 
 def test_values_must_be_as_keys() -> None:

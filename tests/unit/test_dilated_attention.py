@@ -5,11 +5,13 @@ import itertools
 import math
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from bakeoff.attention_backends import rows
 from bakeoff.attention_backends.rows import BACKENDS
@@ -147,6 +149,30 @@ def test_pieces_of_long_sequences_are_the_whole(
     monkeypatch.setattr(rows, "_CHUNK", 30)
     torch.testing.assert_close(results(reference(*inputs, *args), inputs), want)
     torch.testing.assert_close(results(plain.branches("math", *inputs, *args), inputs), want)
+
+
+def test_fake_tensors_before_and_after_real_ones() -> None:
+    """What is made once must not be a tensor of a mode, nor meet one."""
+    inputs, phase = drawn(11), ((0, 0), (1, 0), (2, 3))  # a pattern of no other test
+    args = ((3, 6, 11), (1, 2, 5))
+    for _ in range(2):
+        with FakeTensorMode() as mode:
+            fake = dilated_attention(*(mode.from_tensor(x) for x in inputs), *args, phase=phase)
+        real = dilated_attention(*inputs, *args, phase=phase)
+        assert isinstance(fake, FakeTensor)
+        assert not isinstance(real, FakeTensor)
+        assert fake.shape == real.shape
+
+
+@pytest.mark.parametrize("T", [0, 9])
+@pytest.mark.parametrize("causal", [False, True])
+def test_borders_of_no_document(T: int, causal: bool) -> None:
+    inputs = drawn(T)
+    args = ("4,12", "1,3", causal, "mod", "exact", torch.tensor([4]), None, True)
+    for fn in (reference, partial(plain.branches, "math")):
+        y, lse, *gradients = results(fn(*inputs, *args), inputs)
+        assert (lse == -math.inf).all()
+        assert not any(x.any() for x in (y, *gradients))
 
 
 @pytest.mark.parametrize("combine_grad", ["exact", "detached"])
@@ -314,6 +340,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"combine_grad": "none"}, ValueError, "exact, detached"),
     ({"causal": 1}, TypeError, "True or False"),
     ({"scale": 0.0}, ValueError, "above 0"),
+    ({"scale": "0.5"}, TypeError, "scale is '0.5', expected a number or None"),
     ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "int32 or int64"),
 ]
 
@@ -323,6 +350,16 @@ def test_refusals_carry_the_fix(changed: dict[str, Any], error: type[Exception],
     given: dict[str, Any] = {"segments": (4, 8), "rates": (1, 2)} | changed
     with pytest.raises(error if "|" not in message else (error, TypeError), match=message.lstrip("|")):
         dilated_attention(*drawn(8), **given)
+
+
+@pytest.mark.parametrize("scale", [-1.0, math.nan])
+def test_every_scale_is_looked_at(scale: float) -> None:
+    """Also in calls of a kind that has been decided, which a scale is no part of."""
+    inputs = drawn(8)
+    for _ in range(3):
+        dilated_attention(*inputs, (4,), (1,), scale=0.5)
+    with pytest.raises(ValueError, match="dilated_attention: scale must be above 0 and finite"):
+        dilated_attention(*inputs, (4,), (1,), scale=scale)
 
 
 def test_refusals_of_shapes() -> None:

@@ -234,6 +234,19 @@ def test_another_rounding_is_seen(bits: int) -> None:
         verify(OP, Candidate("other", other), yardsticks(OP, OP.case(args)))
 
 
+@pytest.mark.parametrize("grad", ["bf16", "e5m2"])
+def test_a_single_row_without_a_dimension_of_rows(grad: str) -> None:
+    """A row [K] gives [M], as a linear layer does, also one by one under vmap."""
+    x, weight, bias = torch.randn(3, 16), torch.randn(8, 16), torch.randn(8)
+    want = fp8_linear(x, weight, bias)
+    for fn in (fp8_linear, reference):
+        row = x[1].clone().requires_grad_()
+        y = fn(row, weight, bias, grad=grad)
+        torch.testing.assert_close(y, want[1])
+        assert torch.autograd.grad(y.sum(), row)[0].shape == (16,)
+    torch.testing.assert_close(torch.vmap(lambda row: fp8_linear(row, weight, bias, grad=grad))(x), want)
+
+
 @pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)])
 def test_no_rows(shape: tuple[int, ...]) -> None:
     x, weight = torch.randn(shape, requires_grad=True), torch.randn(8, 16, requires_grad=True)

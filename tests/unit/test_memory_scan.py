@@ -168,6 +168,25 @@ def test_whole_chunks_of_orthogonalised_updates_go_on() -> None:
             memory_stream(*[x[:, :1] for x in (q, k, v, lr, decay, forget)], within, **how)
 
 
+def test_a_stream_refuses_what_no_scan_looks_at() -> None:
+    """The rest of an unfinished chunk goes on without memory_scan."""
+    q, k, v, *parts, lr, decay, forget = drawn(2, 1, 3, 4, 2, grad=False)
+    state = MemoryState(tuple(parts[:4]), tuple(parts[4:]), tuple(parts[:4]), 1)
+
+    def fed(state: MemoryState = state, chunk: Any = 4, read: str = "after") -> Any:
+        return memory_stream(q, k, v, lr, decay, forget, state, chunk=chunk, read=read)
+
+    assert fed()[1].filled == 2
+    for chunk in (0, -1, True, 2.5, "4"):
+        with pytest.raises(ValueError, match=f"chunk is {chunk!r}, expected a whole number of tokens"):
+            fed(chunk=chunk)
+    with pytest.raises(ValueError, match="read is 'now', expected one of after, before, chunk"):
+        fed(read="now")
+    for filled in (-1, 4, 9, 1.0):
+        with pytest.raises(ValueError, match=f"has {filled} tokens of chunk=4: go on with the chunk"):
+            fed(state._replace(filled=filled))
+
+
 @PLAIN
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize(
@@ -350,6 +369,8 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"no sum over tokens.*pass read='chunk'"):
         memory_scan(q, k, v, memory, momentum, *gates, orthogonalize=5)
     with pytest.raises(TypeError, match="whole number of Newton-Schulz steps"):
+        memory_scan(q, k, v, memory, momentum, *gates, read="chunk", orthogonalize=5.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="orthogonalize is True, expected a number"):
         memory_scan(q, k, v, memory, momentum, *gates, read="chunk", orthogonalize=True)
     with pytest.raises(ValueError, match="orthogonalize must be >= 0"):
         memory_scan(q, k, v, memory, momentum, *gates, read="chunk", orthogonalize=-1)

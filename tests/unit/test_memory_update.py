@@ -1,6 +1,7 @@
 """memory_update on plain PyTorch: the definition, gradients, skipped steps, the in-place form, refusals."""
 
 import doctest
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -342,8 +343,10 @@ def test_refused_options() -> None:
     tensors = drawn()
     with pytest.raises(ValueError, match="expected one of mean, token_sum, sum"):
         public(tensors, reduction="none")
-    with pytest.raises(ValueError, match="max_norm must be >= 0, got -1"):
-        public(tensors, max_norm=-1.0)
+    for wrong, text in ((-1.0, ">= 0, got -1"), (math.nan, "finite number")):
+        public(tensors, max_norm=1.0)  # a kind of call that is known from here on
+        with pytest.raises(ValueError, match=f"max_norm must .*{text}"):
+            public(tensors, max_norm=wrong)
     with pytest.raises(ValueError, match=r"memory must be four tensors, \(w1, b1, w2, b2\)"):
         memory_update(
             tensors["k"],

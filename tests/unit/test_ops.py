@@ -121,6 +121,13 @@ def test_what_is_no_list_is_refused_by_name(given: Any) -> None:
         ops.memory_update(tokens, tokens, given, memory, *rate.T)
 
 
+def test_a_flag_is_no_number() -> None:
+    x = randn(3, 4)
+    for name in ("eps", "offset"):
+        with pytest.raises(TypeError, match=f"rms_norm: {name} is True, expected a number"):
+            bakeoff.ops.rms_norm(x, x[0], **{name: True})
+
+
 def test_gates_of_other_dtypes_are_refused_by_name() -> None:
     tokens, memory, gate = randn(2, 3, 4), _memory(), torch.ones(2)
     with pytest.raises(TypeError, match=r"memory_update: decay is torch\.complex64"):

@@ -7,7 +7,6 @@ queries, where that evens out their work (see `balance`); or all tokens of some 
 
 import itertools
 import logging
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # as torch.compiler.disable, which imports the compiler at once
 from torch.distributed.device_mesh import DeviceMesh
 
+from bakeoff.attention_backends.scale import check_scale
 from bakeoff.ops.dilated_attention.reference import pattern_of
 from bakeoff.parallel.balance import balanced
 from bakeoff.parallel.exchange import Layout
@@ -91,9 +91,8 @@ def dilated_attention(
     plan = planned(layout, q.shape[0], q.shape[2], q.shape[3], q.element_size(), method, softmaxes)
     if peers.rank == 0:
         _announce(plan)
+    check_scale("dilated_attention", scale)
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale must be above 0 and finite, got {scale}; fold a sign into q")
     peers.agree(
         q.device, borders=layout.borders, dtype=q.dtype, batch=q.shape[0], heads=(q.shape[2], k.shape[2]),
         head_dim=q.shape[3], segments=layout.pattern.segments, rates=layout.pattern.rates,

@@ -1,7 +1,9 @@
 """Softmax attention: full, causal, in windows, over packed documents, and to a static cache."""
 
 import torch
+from torch.compiler import is_compiling
 
+from bakeoff.attention_backends.scale import check_scale
 from bakeoff.ops.attention.op import OP
 from bakeoff.select import call
 
@@ -46,7 +48,7 @@ def attention(
 
     Raises:
         ValueError: shapes, a window or a scale that don't fit; the message says what to pass.
-        TypeError: dtypes that don't fit.
+        TypeError: dtypes that don't fit, a window or a scale that is no number.
         bakeoff.errors.Unsupported: `impl` can't take these arguments; the message gives every reason.
 
     Source: Vaswani et al. 2017, section 3.2; shared heads: Ainslie et al. 2023; rows in parts for decoding:
@@ -62,6 +64,8 @@ def attention(
         >>> torch.allclose(attention(q[:, 4:5], k, v, lengths=held), y[:, 4:5], atol=1e-6)
         True
     """
+    if not is_compiling():  # a trace checks all arguments
+        check_scale("attention", scale)
     return call(  # type: ignore[no-any-return]
         OP, q, k, v, causal, window, scale, cu_seqlens, lengths, impl=impl
     )

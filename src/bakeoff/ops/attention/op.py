@@ -1,12 +1,12 @@
 """The declaration of attention: its candidates, cost, cases and checks."""
 
-import math
 from functools import partial
 from typing import Any
 
 import torch
 
 from bakeoff import hardware
+from bakeoff.attention_backends.scale import check_scale
 from bakeoff.kernels.counter import launches
 from bakeoff.ops.attention import peers, plain, pytorch
 from bakeoff.ops.attention.plain import FEW
@@ -37,8 +37,7 @@ def relations(case: Case) -> None:
             f"{_OP}: window={window} with causal={case.causal}; a window is how many keys a query sees, "
             f"itself the last of them: at least 1, with causal=True"
         )
-    if case.scale is not None and not 0 < case.scale < math.inf:
-        raise ValueError(f"{_OP}: scale must be above 0 and finite, got {case.scale}; fold a sign into q")
+    check_scale(_OP, case.scale)
     if case.cu_seqlens is None:
         return
     if case.lengths is not None:

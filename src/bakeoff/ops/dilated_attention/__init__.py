@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch.compiler import is_compiling
 
+from bakeoff.attention_backends.scale import check_scale
 from bakeoff.ops.dilated_attention.op import OP
 from bakeoff.select import call
 
@@ -63,7 +64,7 @@ def dilated_attention(
 
     Raises:
         ValueError: shapes, branches, phases or a scale that don't fit; the message says what to pass.
-        TypeError: dtypes that don't fit.
+        TypeError: dtypes that don't fit, segments, rates or a scale that are no numbers.
         bakeoff.errors.Unsupported: `impl` can't take these arguments; the message gives every reason.
 
     Source: Ding et al. 2023, LongNet, sections 3.1 and 3.2 (there the mixing weights carry no gradient).
@@ -77,6 +78,8 @@ def dilated_attention(
         >>> torch.allclose(whole, full.transpose(1, 2), atol=1e-6)
         True
     """
+    if not is_compiling():  # a trace checks all arguments
+        check_scale("dilated_attention", scale)
     return call(  # type: ignore[no-any-return]
         OP, q, k, v, _text(segments), _text(rates), causal,
         phase if isinstance(phase, str) else _rows(phase),

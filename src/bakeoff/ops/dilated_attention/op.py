@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bakeoff import hardware
+from bakeoff.attention_backends.scale import check_scale
 from bakeoff.kernels import cuda
 from bakeoff.kernels.counter import launches
 from bakeoff.ops.dilated_attention import branches, plain
@@ -33,8 +34,7 @@ def relations(case: Case) -> None:
             f"{_OP}: {H} heads of q and {heads} of k: every kv head serves equally many heads, so repeat or "
             f"drop heads of k until their number divides {H}"
         )
-    if case.scale is not None and not 0 < case.scale < math.inf:
-        raise ValueError(f"{_OP}: scale must be above 0 and finite, got {case.scale}; fold a sign into q")
+    check_scale(_OP, case.scale)
     if case.cu_seqlens is not None and case.q.shape[0] != 1:
         raise ValueError(
             f"{_OP}: packed documents come as one row, q has {case.q.shape[0]}; pass q.flatten(0, 1)[None] "

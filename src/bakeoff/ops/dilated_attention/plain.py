@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from bakeoff.attention_backends.inputs import exact, watched
 from bakeoff.attention_backends.rows import BACKENDS
 from bakeoff.derivatives import once_differentiable
+from bakeoff.modes import watched as looked_at
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.ops.dilated_attention.reference import dilated_attention as reference
 
@@ -56,16 +57,25 @@ def _piece(first: Tensor, phases: Sequence[int], heads: Sequence[int], r: int, r
     return Piece(tokens, own[1], None)
 
 
-@lru_cache(maxsize=256)
 def _constant(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Made once: a copy from the host waits for the device, and no CUDA graph can hold it."""
+    """Made once: a copy from the host waits for the device, and no CUDA graph can hold it. Where a dispatch
+    mode looks on it may be a tensor of that mode, as fake ones are, which is of no use to others."""
+    return _made(rows, device) if looked_at() else _kept(rows, device)
+
+
+def _made(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(rows, device=device)
+
+
+_kept = lru_cache(maxsize=256)(_made)
 
 
 def _of_documents(w: int, r: int, phases: Sequence[int], T: int, cu: Tensor) -> Piece:
     """The segments of all documents, as many as there can be, without knowing their lengths."""
     cu = cu.to(torch.int64).clamp(0, T)
+    if cu.numel() == 1:  # no document, which is like an empty one
+        cu = cu.expand(2)
     counts = (cu[1:] - cu[:-1] + w - 1) // w
     after = counts.cumsum(0)
     slot = torch.arange(cu.numel() - 1 + T // w, device=cu.device)

@@ -69,4 +69,4 @@ def _product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
     """a b' of a [..., K] in `kind` and b [M, K] in e4m3; in float32, or float64 where a is."""
     wide = torch.promote_types(a.dtype, torch.float32)
     (qa, sa), (qb, sb) = quantize(a, kind), quantize(b)
-    return (qa.to(wide) @ qb.to(wide).t()) * sa.to(wide) * sb.to(wide).t()
+    return (qa.to(wide) @ qb.to(wide).t()) * sa.to(wide) * sb.to(wide).squeeze(-1)

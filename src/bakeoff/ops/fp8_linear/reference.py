@@ -55,4 +55,4 @@ class _Product(torch.autograd.Function):
 def _product(a: Tensor, b: Tensor, kind: torch.dtype) -> Tensor:
     """a b' of a [..., K] in `kind` and b [M, K] in e4m3."""
     (qa, sa), (qb, sb) = quantize(a, kind), quantize(b)
-    return (qa.to(a.dtype) @ qb.to(a.dtype).mT) * sa.to(a.dtype) * sb.to(a.dtype).mT
+    return (qa.to(a.dtype) @ qb.to(a.dtype).mT) * sa.to(a.dtype) * sb.to(a.dtype).squeeze(-1)

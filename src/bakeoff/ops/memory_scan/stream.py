@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from bakeoff.ops.memory_scan.op import OP
+from bakeoff.ops.memory_scan.op import OP, READS
 from bakeoff.ops.memory_scan.plain import chunk_step, working_dtype
 from bakeoff.select import call
 
@@ -48,7 +48,12 @@ def memory_stream(
     ``MemoryState(memory, momentum, memory)``. With `state.filled` a tensor of no dimensions, T must be 1:
     shapes and launches are then the same for every token, as a CUDA graph needs. An orthogonalised chunk is
     one piece: what it makes of the memory is no sum over its tokens, and the state keeps none of them.
+
+    Raises:
+        ValueError: a chunk below 1, another `read`, a state within a chunk of more tokens, and what
+            `memory_scan` refuses.
     """
+    _check(chunk, read, state.filled)
     if orthogonalize and (isinstance(state.filled, torch.Tensor) or state.filled):
         raise ValueError(
             f"memory_stream: with orthogonalize a piece begins where a chunk does, got a state with filled "
@@ -91,6 +96,19 @@ def memory_stream(
             memory, momentum = tuple(new[:4]), tuple(new[4:])
     o = torch.cat(outs, 1) if outs else v[:, :0].clone()
     return o, _state([*memory, *momentum], start, (filled + T) % chunk)
+
+
+def _check(chunk: int, read: str, filled: int | torch.Tensor) -> None:
+    """What decides which tokens go to memory_scan, which therefore can't look at it."""
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"memory_stream: chunk is {chunk!r}, expected a whole number of tokens, at least 1")
+    if read not in READS:
+        raise ValueError(f"memory_stream: read is {read!r}, expected one of {', '.join(READS)}")
+    if not isinstance(filled, torch.Tensor) and not (isinstance(filled, int) and 0 <= filled < chunk):
+        raise ValueError(
+            f"memory_stream: the state's unfinished chunk has {filled!r} tokens of chunk={chunk}: go on with "
+            f"the chunk that it was made with, or begin one with filled=0"
+        )
 
 
 def _state(

@@ -20,14 +20,9 @@ __all__ = ["IN_PLACE", "MEMORY", "MOMENTUM", "OP"]
 MEMORY = ("memory_w1", "memory_b1", "memory_w2", "memory_b2")
 MOMENTUM = ("momentum_w1", "momentum_b1", "momentum_w2", "momentum_b2")
 GATES = ("lr", "decay", "forget")
+LIMIT = Number(least=0.0, optional=True)
 _MOST = 1 << 20
 _GATE = "pass a tensor of one number for each group, on the device"
-
-
-def _limit(case: Case) -> None:
-    """What concerns max_norm, which may be None."""
-    if case.max_norm is not None:
-        Number(least=0.0).check("memory_update", "max_norm", case, {})
 
 
 _RULES = {
@@ -44,12 +39,13 @@ _RULES = {
         for name in MOMENTUM
     },
     **{name: Tensor("G", hint=_GATE, hint_kind=_GATE) for name in GATES},
+    "max_norm": LIMIT,
     "reduction": Choice(("mean", "token_sum", "sum")),
     "row_weight": Tensor("G N", optional=True, hint="one number for each row"),
 }
-check = Arguments("memory_update", _RULES, _limit)
+check = Arguments("memory_update", _RULES)
 check_in_place = Arguments(
-    "memory_update_", {**_RULES, "skipped": Tensor("G", INTEGER, optional=True, hint=_GATE)}, _limit
+    "memory_update_", {**_RULES, "skipped": Tensor("G", INTEGER, optional=True, hint=_GATE)}
 )
 
 

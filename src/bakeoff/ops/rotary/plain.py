@@ -49,20 +49,30 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) ->
 
 def _turned(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> torch.Tensor:
     if x.numel() == 0:  # no strides to speak of
-        return x + torch.view_as_real(turn).sum().to(x.dtype)  # the tables' gradients are zero, not absent
+        return x + (turn.real.sum() + turn.imag.sum()).to(
+            x.dtype
+        )  # the tables' gradients are zero, not absent
     half = turn.shape[-1]
     pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
     if not interleaved:
         pairs = pairs.transpose(-1, -2)
     # With a memory format, cast and rearrangement are one kernel; without a cast there is only the latter.
     pairs = pairs.to(turn.real.dtype, memory_format=torch.contiguous_format).contiguous()
-    if pairs.storage_offset() % 2 or any(step % 2 for step in pairs.stride()[:-1]):
-        pairs = pairs.clone(memory_format=torch.contiguous_format)  # a complex number begins at even places
-    turned = torch.view_as_real(torch.view_as_complex(pairs) * turn)
+    turned = torch.view_as_real(torch.view_as_complex(_even(pairs)) * turn)
+    if turned.requires_grad:
+        # The gradient becomes complex numbers, too.
+        turned.register_hook(lambda arriving: None if arriving is None else _even(arriving))
     if not interleaved:
         turned = turned.transpose(-1, -2)
     turned = turned.to(x.dtype, memory_format=torch.contiguous_format).flatten(-2)
     return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+def _even(pairs: torch.Tensor) -> torch.Tensor:
+    """The pairs, copied where they don't begin at even places in memory, as complex numbers do."""
+    if pairs.storage_offset() % 2 or any(step % 2 for step in pairs.stride()[:-1]):
+        return pairs.clone(memory_format=torch.contiguous_format)
+    return pairs
 
 
 compiled = compile_formula(reference)

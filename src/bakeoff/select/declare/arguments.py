@@ -184,6 +184,8 @@ class Number(Rule):
         value = case.args[name]
         if value is None and self.optional:
             return
+        if isinstance(value, bool):
+            raise TypeError(f"{op}: {name} is {value}, expected a number")  # kernels take no flag for one
         if not isinstance(value, int | float) or not abs(value) < math.inf:
             raise ValueError(f"{op}: {name} must be a finite number, got {case.said(name)}")
         if value < self.least:
