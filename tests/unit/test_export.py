@@ -89,6 +89,17 @@ def test_programs_give_the_models_logits_without_bakeoff(kinds: tuple[str, ...],
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("config", "takes"),
+    [
+        (llm_med.Config(d_model=16, layers=1, heads=2, max_seq_len=2), "[batch, 2]"),
+        (byte_spectral.Config(d_model=16, layers=1, max_seq_len=2), "[batch, length up to 2]"),
+    ],
+)
+def test_a_model_of_the_shortest_rows_is_exported(config: Any, takes: str, tmp_path: Path) -> None:
+    assert takes in export(saved(config, tmp_path / "run"), tmp_path / "out").takes
+
+
 def test_a_program_with_other_logits_is_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Off(module._Logits):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -147,15 +158,45 @@ KINDS: list[Any] = [
         titan_mac.Config(d_model=16, layers=1, heads=2, segment=8, chunk=8, variant=name)
         for name in ("mac", "mag", "lmm")
     ),
+    titan_mac.Config(d_model=16, layers=1, heads=2, segment=8, chunk=8, per_token=False),
 ]
 
 
-def test_the_page_of_names_holds_every_name_and_no_other() -> None:
+def written() -> dict[str, list[str]]:
+    """What the page says: each name's shapes."""
     page = Path("docs/training.md").read_text().partition("### Names in model.safetensors")[2]
-    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    written = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-    names = {name for config in KINDS for name in build(config).state_dict()}
-    assert {re.sub(r"^blocks\.\d+", "blocks.N", name) for name in names} == written
+    shapes: dict[str, list[str]] = {}
+    for line in page.splitlines():
+        if line.startswith("| `"):
+            names, said = line.split("|")[1:3]
+            pairs = zip(re.findall(r"`([^`]+)`", names), re.findall(r"\[([^]]+)\]", said), strict=True)
+            for name, shape in pairs:
+                shapes.setdefault(name, []).append(shape)
+    return shapes
+
+
+def sizes(config: Any) -> dict[str, int]:
+    """What the page's letters stand for."""
+    letters = {"C": "d_model", "F": "ff_dim", "H": "heads", "E": "head_dim", "kv_heads": "n_kv_heads"}
+    letters |= {"L": "n_taps", "P": "poles", "W": "window", "K": "bins", "features": "spectral_dim"}
+    letters |= {"X": "expansion", **{name: name for name in ("conv", "ngram_bits", "persistent", "channels")}}
+    return {letter: getattr(config, name) for letter, name in letters.items() if hasattr(config, name)}
+
+
+def computed(shape: str, known: dict[str, int]) -> tuple[int, ...]:
+    """A shape such as "2 F, 2^`conv`" as numbers."""
+    product = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", shape.replace("`", "").replace("^", "**"))
+    return tuple(eval(f"({product},)", {}, known))
+
+
+def test_the_page_of_names_holds_every_name_and_no_other_and_their_shapes() -> None:
+    page, found = written(), set()
+    for config in KINDS:
+        for own, weight in build(config).state_dict().items():
+            name = re.sub(r"^blocks\.\d+", "blocks.N", own)
+            found.add(name)
+            assert tuple(weight.shape) in [computed(shape, sizes(config)) for shape in page[name]], own
+    assert found == set(page)
 
 
 def test_what_a_program_takes_is_said() -> None:

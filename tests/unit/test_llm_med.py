@@ -12,8 +12,9 @@ import bakeoff
 from bakeoff import models
 from bakeoff.models.generation import sample
 from bakeoff.models.llm_med import SIZES, Cache, Config, LLMMed
-from bakeoff.models.ngrams import NGrams
+from bakeoff.models.ngrams import NGrams, _in_halves
 from bakeoff.ops.rotary import rotary
+from tests.unit.compiler import needs_compiler
 from tests.unit.language_models import check_blind_guess, check_loss, moved
 
 SMALL = {"d_model": 32, "layers": 2, "heads": 4, "max_seq_len": 24}
@@ -246,6 +247,28 @@ def test_bf16_autocast_is_near_float32(changes: dict[str, object]) -> None:
     torch.testing.assert_close(loss, exact, rtol=0.02, atol=0.0)
     loss.backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_products_in_halves_are_products_modulo_2_to_the_64() -> None:
+    ends = [0, 1, -1, 2**31, -(2**31), 2**32 - 1, 2**32, 2**63 - 1, -(2**63)]
+    keys = torch.cat([torch.tensor(ends), torch.randint(-(2**63), 2**63 - 1, (999,))])
+    plus = torch.randint(2**32, keys.shape)
+    odd = 0x9E3779B97F4A7C15
+    wrapped = [
+        ((key * odd + more + 2**63) % 2**64) - 2**63
+        for key, more in zip(keys.tolist(), plus.tolist(), strict=True)
+    ]
+    assert _in_halves(keys, plus).tolist() == wrapped
+
+
+@needs_compiler
+def test_compiled_code_finds_the_same_ngrams() -> None:
+    """That the bytes are also looked up in `embed` tells the compiler how small they are."""
+    model = perturbed(torch.float32, layers=1, ngrams=3, ngram_bits=4)
+    ids = torch.randint(256, (2, 24))
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model)(ids)[0], model(ids)[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("changes", [{}, SHAPES["every rung"]])

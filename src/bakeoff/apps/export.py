@@ -100,7 +100,7 @@ def _unwritable(out: Path, error: OSError) -> ExportError:
 
 def _write_program(model: nn.Module, config: Config, out: Path) -> Exported:
     longest = int(config.model.max_seq_len)
-    any_length = not getattr(config.model, "bidirectional", False)
+    any_length = longest > 2 or not isinstance(model, LLMMed)  # whose shortest row is 2
     program, any_batch = _traced(model, longest, any_length=any_length)
     packed = io.BytesIO()  # torch's own writer hides why a file can't be written
     torch.export.save(program, packed)
@@ -116,7 +116,7 @@ def _traced(model: nn.Module, longest: int, *, any_length: bool) -> tuple[torch.
     padded = any_length and not isinstance(model, LLMMed)  # which alone takes any length as it is
     module = _Logits(model, longest if padded else 0).eval()
     length = {1: torch.export.Dim("length", min=1 if padded else 2, max=longest)} if any_length else {}
-    example = longest - 1 if any_length else longest
+    example = max(2, longest - 1) if any_length else longest  # of one, torch.export makes a constant
     why: Exception | None = None
     for rows, batch in ((2, {0: torch.export.Dim("batch", min=1)}), (1, {})):
         ids = torch.zeros((rows, example), dtype=torch.int64)

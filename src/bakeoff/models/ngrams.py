@@ -5,12 +5,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from bakeoff.nn.initial import StartsAnew
 
 __all__ = ["NGrams", "check_ngrams", "with_ngrams"]
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # Knuth's multiplicative hashing: 2^64 / golden ratio
+_LOW = (1 << 32) - 1
 
 
 def check_ngrams(longest: int, bits: int) -> None:
@@ -55,8 +57,8 @@ class NGrams(StartsAnew):
         """The rows [B, T] of each table for the last T of `whole` [B, T + longest - 1]."""
         found, key = [], whole[:, self.before :]
         for n in range(1, self.before + 1):
-            key = key * _ODD + whole[:, self.before - n : self.before - n + T]  # modulo 2^64
-            mixed = (key ^ (key >> 32)) * _ODD  # by a product alone, some rows would be empty
+            key = _times_odd(key, plus=whole[:, self.before - n : self.before - n + T])
+            mixed = _times_odd(key ^ (key >> 32))  # by a product alone, some rows would be empty
             found.append((mixed >> (64 - self.bits)) & ((1 << self.bits) - 1))
         return found
 
@@ -70,3 +72,21 @@ def with_ngrams(x: Tensor, ngrams: NGrams | None, ids: Tensor, cache: Any) -> Te
     if cache is not None:
         cache.symbols = last.clone()  # a view would keep all of it
     return x + more  # type: ignore[no-any-return]
+
+
+def _times_odd(key: Tensor, plus: Tensor | int = 0) -> Tensor:
+    """key * _ODD + plus modulo 2^64, for 0 <= plus < 2^32."""
+    if is_compiling() and key.device.type == "cpu":
+        return _in_halves(key, plus)
+    return key * _ODD + plus
+
+
+def _in_halves(key: Tensor, plus: Tensor | int) -> Tensor:
+    """The same by sums and products below 2^63: compiled to C++, which leaves an overflow undefined, keys
+    of which symbols are known to be small were taken for numbers whose product fits."""
+    odd_high, odd_low = _ODD >> 32, _ODD & _LOW
+    high, low = key >> 32, key & _LOW
+    product = low * odd_low + plus
+    upper = (product >> 32) + low * odd_high + (high * odd_low & _LOW)
+    signed = ((upper & _LOW) ^ (1 << 31)) - (1 << 31)
+    return signed * (1 << 32) + (product & _LOW)

@@ -29,6 +29,7 @@ from bakeoff.apps.train.reporting import (
     tokens_per_s,
 )
 from bakeoff.apps.train.result import Result
+from bakeoff.apps.train.rundir import claim
 from bakeoff.apps.train.saving import holds_newest, save, save_best
 from bakeoff.apps.train.selection import own_table_ends
 from bakeoff.apps.train.setup import finished, open_inputs, select, set_up
@@ -88,6 +89,7 @@ def train(
             if config.metrics.console and placement.world.first:
                 say(out, finished_before(config, result))
             return result
+        placement.world.decide(lambda: claim(config, inputs.run_dir, inputs.start))
         # A rank that left at once would leave the others waiting; they hear of it before the first step.
         signals = stack.enter_context(StopSignals(at_once=placement.world.size == 1))
         try:

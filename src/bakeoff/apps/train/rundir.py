@@ -15,7 +15,7 @@ from bakeoff.apps.train.metrics import log
 from bakeoff.parallel import ALONE, World
 from bakeoff.paths import expanded, write_whole
 
-__all__ = ["open_run"]
+__all__ = ["claim", "open_run"]
 
 # A run that resumes with another value of these does not repeat the interrupted one's losses.
 _CURVE = {
@@ -29,8 +29,8 @@ _OPTIMIZER = ("name", "muon")
 
 
 def open_run(config: Config, lock: RunLock, world: World = ALONE) -> tuple[Path, Checkpoint | None]:
-    """The run's folder, which exists and holds config.toml, and the checkpoint to go on from, if any; rank 0
-    chooses both, once it has taken the `lock` on the folder.
+    """The run's folder, which exists, and the checkpoint to go on from, if any; rank 0 chooses both, once it
+    has taken the `lock` on the folder.
 
     Raises ConfigError for a folder that can't be used, FolderInUse for one that another process trains in,
     CheckpointError for a checkpoint that can't be used.
@@ -42,13 +42,25 @@ def open_run(config: Config, lock: RunLock, world: World = ALONE) -> tuple[Path,
         run_dir = _locked_folder(config, given, lock)
         start = _start(config, given)
         loaded.append(start)
-        _write_folder(config, run_dir, start)
         return run_dir, start.folder if start else None
 
     run_dir, folder = world.decide(choose)
     if loaded:
         return run_dir, loaded[0]
     return run_dir, checkpoint.load(folder) if folder else None
+
+
+def claim(config: Config, run_dir: Path, start: Checkpoint | None) -> None:
+    """Writes the run's config.toml, and sees to it that no checkpoint is later than `start`. For one process,
+    once it is known that there will be steps. Raises ConfigError for a folder that can't be written to."""
+    try:
+        write_whole(run_dir / "config.toml", to_toml(config).encode())
+        later = checkpoint.set_aside(run_dir, start.step) if start else []
+    except OSError as error:
+        raise _unwritable(run_dir, error) from None
+    if start and later:
+        paths = ", ".join(map(str, later))
+        log.warning("going on from step %d: the checkpoints behind it are now %s", start.step, paths)
 
 
 def _start(config: Config, given: Path | None) -> Checkpoint | None:
@@ -84,18 +96,6 @@ def _locked_folder(config: Config, given: Path | None, lock: RunLock) -> Path:
     except OSError as error:
         raise _unwritable(given or Path("runs"), error) from None
     return run_dir
-
-
-def _write_folder(config: Config, run_dir: Path, start: Checkpoint | None) -> None:
-    """Writes the run's config.toml, and sees to it that no checkpoint is later than `start`."""
-    try:
-        write_whole(run_dir / "config.toml", to_toml(config).encode())
-        later = checkpoint.set_aside(run_dir, start.step) if start else []
-    except OSError as error:
-        raise _unwritable(run_dir, error) from None
-    if start and later:
-        paths = ", ".join(map(str, later))
-        log.warning("going on from step %d: the checkpoints behind it are now %s", start.step, paths)
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
