@@ -6,14 +6,11 @@ import reprlib
 __all__ = ["check_scale"]
 
 
-def check_scale(op: str, scale: object) -> None:
-    """Raises TypeError or ValueError, with the fix, for a scale that makes no sense.
-
-    No choice depends on it, so that of a known kind of call no other check looks at it: public calls do.
-    """
+def check_scale(op: str, scale: object, said: str = "") -> None:
+    """Raises TypeError or ValueError, with the fix, for a scale that makes no sense, which was `said`."""
     if scale is None:
         return
     if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"{op}: scale is {reprlib.repr(scale)}, expected a number or None")
+        raise TypeError(f"{op}: scale is {said or reprlib.repr(scale)}, expected a number or None")
     if not 0 < scale < math.inf:
         raise ValueError(f"{op}: scale must be above 0 and finite, got {scale}; fold a sign into q")

@@ -37,7 +37,7 @@ def relations(case: Case) -> None:
             f"{_OP}: window={window} with causal={case.causal}; a window is how many keys a query sees, "
             f"itself the last of them: at least 1, with causal=True"
         )
-    check_scale(_OP, case.scale)
+    check_scale(_OP, case.scale, case.said("scale"))
     if case.cu_seqlens is None:
         return
     if case.lengths is not None:

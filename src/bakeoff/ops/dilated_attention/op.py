@@ -34,7 +34,7 @@ def relations(case: Case) -> None:
             f"{_OP}: {H} heads of q and {heads} of k: every kv head serves equally many heads, so repeat or "
             f"drop heads of k until their number divides {H}"
         )
-    check_scale(_OP, case.scale)
+    check_scale(_OP, case.scale, case.said("scale"))
     if case.cu_seqlens is not None and case.q.shape[0] != 1:
         raise ValueError(
             f"{_OP}: packed documents come as one row, q has {case.q.shape[0]}; pass q.flatten(0, 1)[None] "

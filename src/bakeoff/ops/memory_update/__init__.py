@@ -9,12 +9,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable, which imports all of torch._dynamo
 from torch.compiler import is_compiling
 
-from bakeoff.ops.memory_update.op import IN_PLACE, LIMIT, OP
+from bakeoff.ops.memory_update.op import IN_PLACE, OP
 from bakeoff.ops.memory_update.parts import check_parts
 from bakeoff.select import call
 from bakeoff.select.choose.hot import transformed
 from bakeoff.select.declare.arguments import FLOATING
-from bakeoff.select.declare.case import Case
 
 __all__ = ["IN_PLACE", "OP", "memory_update", "memory_update_"]
 
@@ -91,7 +90,7 @@ def memory_update(
         >>> bool((memory_update(k, v, memory, momentum, *gates)[2] < loss).all()), ok
         (True, tensor([True, True]))
     """
-    _check(memory, momentum, lr, decay, forget, max_norm)
+    _check(memory, momentum, lr, decay, forget)
     made = call(OP, k, v, *memory, *momentum, lr, decay, forget, max_norm, reduction, row_weight, impl=impl)
     return (made[:4], made[4:8], made[8], made[9], made[10])
 
@@ -144,7 +143,7 @@ def memory_update_(
         >>> skipped
         tensor([1])
     """
-    _check(memory, momentum, lr, decay, forget, max_norm)
+    _check(memory, momentum, lr, decay, forget)
     given = (k, v, *memory, *momentum, lr, decay, forget, row_weight)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in given):
         raise RuntimeError(
@@ -161,15 +160,12 @@ def memory_update_(
     return loss, norm, ok
 
 
-def _check(memory: Any, momentum: Any, lr: Any, decay: Any, forget: Any, max_norm: Any) -> None:
-    """What the rules of the op's single arguments can't say; and max_norm, on which no choice depends: of a
-    known kind of call no other check looks at it."""
+def _check(memory: Any, momentum: Any, *gates: Any) -> None:
+    """What the rules of the op's single arguments can't say."""
     check_parts("memory_update", memory, momentum)
     if is_compiling() or transformed():  # there values can't be looked at
         return
-    if max_norm is not None:
-        LIMIT.check("memory_update", "max_norm", Case({"max_norm": max_norm}, "cpu"), {})
-    for name, gate, most in (("lr", lr, float("inf")), ("decay", decay, 1.0), ("forget", forget, 1.0)):
+    for name, gate, most in zip(("lr", "decay", "forget"), gates, (float("inf"), 1.0, 1.0), strict=True):
         if not isinstance(gate, Tensor) or gate.device.type != "cpu" or gate.layout != torch.strided:
             continue
         if not FLOATING.allow(gate.dtype):

@@ -20,7 +20,6 @@ __all__ = ["IN_PLACE", "MEMORY", "MOMENTUM", "OP"]
 MEMORY = ("memory_w1", "memory_b1", "memory_w2", "memory_b2")
 MOMENTUM = ("momentum_w1", "momentum_b1", "momentum_w2", "momentum_b2")
 GATES = ("lr", "decay", "forget")
-LIMIT = Number(least=0.0, optional=True)
 _MOST = 1 << 20
 _GATE = "pass a tensor of one number for each group, on the device"
 
@@ -39,7 +38,7 @@ _RULES = {
         for name in MOMENTUM
     },
     **{name: Tensor("G", hint=_GATE, hint_kind=_GATE) for name in GATES},
-    "max_norm": LIMIT,
+    "max_norm": Number(least=0.0, optional=True),
     "reduction": Choice(("mean", "token_sum", "sum")),
     "row_weight": Tensor("G N", optional=True, hint="one number for each row"),
 }

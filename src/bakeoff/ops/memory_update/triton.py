@@ -152,10 +152,6 @@ _update = kernel_op(
 )  # fmt: skip
 
 
-def _wants_grad(t: Tensor | None) -> bool:
-    return t is not None and t.requires_grad
-
-
 def _wide(meta: TensorMeta) -> TensorMeta:
     return TensorMeta.dense(meta.shape, torch.float32, grad=meta.requires_grad)
 
@@ -174,8 +170,8 @@ class MemoryUpdate:
     def __call__(self, *args: Any) -> Any:
         """For float16, bfloat16 and float32 rows and a float32 memory."""
         k, v, *state, max_norm, reduction, row_weight = args
-        tensors = (k, v, *state, row_weight)
-        if k.dtype == torch.float16 and torch.is_grad_enabled() and any(_wants_grad(t) for t in tensors):
+        tensors = [t for t in (k, v, *state, row_weight) if t is not None]
+        if k.dtype == torch.float16 and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             k, v = k.float(), v.float()
         limit = math.inf if max_norm is None else float(max_norm)
         return self.op(k, v, *state, limit, reduction, row_weight)

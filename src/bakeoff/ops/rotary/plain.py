@@ -49,9 +49,8 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) ->
 
 def _turned(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> torch.Tensor:
     if x.numel() == 0:  # no strides to speak of
-        return x + (turn.real.sum() + turn.imag.sum()).to(
-            x.dtype
-        )  # the tables' gradients are zero, not absent
+        nothing = turn.real.sum() + turn.imag.sum()  # the tables' gradients are zero, not absent
+        return x + nothing.to(x.dtype)
     half = turn.shape[-1]
     pairs = x[..., : 2 * half].unflatten(-1, (half, 2) if interleaved else (2, half))
     if not interleaved:
@@ -60,7 +59,7 @@ def _turned(x: torch.Tensor, turn: torch.Tensor, interleaved: bool) -> torch.Ten
     pairs = pairs.to(turn.real.dtype, memory_format=torch.contiguous_format).contiguous()
     turned = torch.view_as_real(torch.view_as_complex(_even(pairs)) * turn)
     if turned.requires_grad:
-        # The gradient becomes complex numbers, too.
+        # What arrives becomes complex numbers, too.
         turned.register_hook(lambda arriving: None if arriving is None else _even(arriving))
     if not interleaved:
         turned = turned.transpose(-1, -2)

@@ -5,6 +5,7 @@ the memo also keeps, per op, its first few kinds of calls as PyTorch's own compi
 recognise goes by its fingerprint.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -115,7 +116,7 @@ def _guard(op: Op, args: Sequence[Any], call: Callable[..., Any]) -> list[Callab
         return []  # guards take a tensor that is passed twice for another kind of call
     names: dict[str, Any] = {"call": call, "forward_ad": forward_ad, "fx": _symbolic_trace}
     names |= {"has_grad": _has_grad, "is_deterministic": _is_deterministic, "in_func": _in_func}
-    names |= {"stream_captures": _stream_captures}
+    names |= {"stream_captures": _stream_captures, "inf": math.inf}
     # The cheapest first, as a call of another kind fails every guard before its own.
     conditions = []
     lists = [a for a in args if isinstance(a, TensorList)]
@@ -126,8 +127,8 @@ def _guard(op: Op, args: Sequence[Any], call: Callable[..., Any]) -> list[Callab
             conditions.append(f"a{i}.__class__ is class{i} and a{i}.kind == value{i}")
         elif f"a{i}" in given:
             conditions.append(f"a{i}.__class__ is class{i} and not a{i}.is_nested")
-        elif op.params[i] in op.settings:
-            conditions.append(f"a{i}.__class__ is class{i}")
+        elif op.params[i] in op.settings and _positive(a):
+            conditions.append(f"a{i}.__class__ is class{i} and 0 < a{i} < inf")
         elif a is None or isinstance(a, bool):
             conditions.append(f"a{i} is value{i}")
         else:  # the class first: no tensor is asked whether it equals a number
@@ -147,6 +148,12 @@ def _guard(op: Op, args: Sequence[Any], call: Callable[..., Any]) -> list[Callab
     return [names["guard"]]
 
 
+def _positive(setting: Any) -> bool:
+    """Whether this is a number above 0 and finite, all of which are one kind of setting. Of others each is a
+    kind of its own, so that the op's checks look at it."""
+    return setting.__class__ in (float, int) and 0 < setting < math.inf
+
+
 def fingerprint(op: Op, args: Sequence[Any]) -> tuple[Any, ...]:
     """Everything a selection for `op` may depend on, exactly, as a hashable tuple; reads metadata only.
 
@@ -163,9 +170,7 @@ def fingerprint(op: Op, args: Sequence[Any]) -> tuple[Any, ...]:
     layout: Any
     if op.settings:
         named = zip(op.params, args, strict=True)
-        args = [
-            a.__class__ if name in op.settings and not isinstance(a, torch.Tensor) else a for name, a in named
-        ]
+        args = [a.__class__ if name in op.settings and _positive(a) else a for name, a in named]
     for a in args:
         kind = a.__class__
         if kind is TensorList:

@@ -47,7 +47,8 @@ class Op:
     draw_among: Callable[[str, Case, torch.Generator], torch.Tensor | None] | None = None
     """The same for values that depend on the rest of the case, as classes do on how many there are."""
     settings: frozenset[str] = frozenset()
-    """Numbers that no choice depends on, such as a learning rate that changes at every step."""
+    """Numbers that no choice depends on, such as a learning rate that changes at every step. All that are
+    above 0 and finite are one kind of call, of which `check` sees the first alone."""
     averages: bool = False
     """Whether its results are averages of many rows of its arguments, as those of attention are. A row of
     such a result may cancel to nothing while its rounding errors are as large as those of other rows: they
