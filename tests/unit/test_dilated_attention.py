@@ -414,7 +414,7 @@ def test_branches_by_flex_attention(causal: bool, combine_grad: str, monkeypatch
     """With PyTorch's own FlexAttention forward, and with the formula it stands for, which has a gradient on
     the CPU, too."""
 
-    def formula(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float, return_lse: bool) -> Any:
+    def formula(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float, **options: Any) -> Any:
         scores = q @ k.mT * scale
         if block_mask is not None:
             scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)

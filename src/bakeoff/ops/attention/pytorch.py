@@ -3,17 +3,17 @@ the switches that `sdpa_kernel` sets and puts back, which take the host longer t
 """
 
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn.attention import flex_attention as flexible
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from bakeoff.attention_backends.inputs import (
     differentiable,
     exact,
+    flex_refused,
     readable,
     shares,
     width_refused,
@@ -187,8 +187,4 @@ def flex_supports(case: Case, backend: str = "") -> str | None:
         return "takes no float64"
     if case.q.shape[1] < 128 and case.q.shape[1] != case.k.shape[1]:
         return "compiles for every length, so it is given no row that grows"
-    if backend and backend not in get_args(getattr(flexible, "_Backend", None)):
-        return f"this PyTorch's FlexAttention has no back end {backend}"
-    if backend and case.q.dtype == torch.float32:
-        return "takes float16 and bfloat16"
-    return compiler_missing(case)
+    return flex_refused(backend, case.q.dtype) or compiler_missing(case)

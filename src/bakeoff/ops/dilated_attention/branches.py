@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from bakeoff.attention_backends.inputs import exact, readable, width_refused
+from bakeoff.attention_backends.inputs import exact, flex_refused, readable, width_refused
 from bakeoff.attention_backends.rows import BACKENDS
 from bakeoff.derivatives import once_differentiable
 from bakeoff.ops.dilated_attention import plain
@@ -31,6 +31,7 @@ __all__ = [
     "flash_attn_3",
     "flash_attn_4",
     "flex",
+    "flex_flash",
     "flex_supports",
     "gradients",
     "supports",
@@ -188,15 +189,19 @@ flash_attn_2, flash_attn_3, flash_attn_4 = (_candidate(f"flash_attn_{version}") 
 
 
 def _flexible(
-    pattern: Pattern, masks: tuple[Any, ...], detached: bool, scale: float, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """All branches by FlexAttention, whose lse carries a gradient, so that autograd does the rest."""
+    backend: str, pattern: Pattern, masks: tuple[Any, ...], detached: bool, scale: float,
+    q: Tensor, k: Tensor, v: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """All branches by FlexAttention. Its lse carries a gradient in Triton, so that autograd does the rest."""
     B, T, H, _ = q.shape
     G = H // k.shape[2]
     k, v = (x if G == 1 else x.repeat_interleave(G, 2) for x in (k, v))
     rows = zip(*(_collect(pattern, x) for x in (q, k, v)), masks, strict=True)
+    options: Any = {"BACKEND": backend} if backend else None
     made = [
-        flex_attention(own_q, own_k, own_v, block_mask=mask, scale=scale, return_lse=True)
+        flex_attention(
+            own_q, own_k, own_v, block_mask=mask, scale=scale, return_lse=True, kernel_options=options
+        )
         for own_q, own_k, own_v, mask in rows
     ]
     lses = [lse.detach() if detached else lse for _, lse in made]
@@ -213,19 +218,27 @@ def _causal(L: int, device: torch.device) -> BlockMask:
         return create_block_mask(lambda b, h, t, u: u <= t, None, None, L, L, device=str(device))
 
 
-@exact
-def flex(
-    q: Tensor, k: Tensor, v: Tensor, segments: str, rates: str, causal: bool, phase: str,
-    combine_grad: str, cu_seqlens: Tensor | None, scale: float | None, return_lse: bool,
-) -> Any:  # fmt: skip
-    """dilated_attention with PyTorch's FlexAttention in each branch, collected and mixed in one program."""
-    del cu_seqlens
-    pattern = pattern_of(segments, rates, phase, k.shape[2])
-    lengths = [min(w, q.shape[1]) // r for w, r in zip(pattern.segments, pattern.rates, strict=True)]
-    masks = tuple(_causal(L, q.device) if causal else None for L in lengths)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    y, lse = _flexed(pattern, masks, combine_grad == "detached", scale, q, k, v)
-    return (y, lse) if return_lse else y
+def _flex(backend: str) -> Callable[..., Any]:
+    @exact
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, segments: str, rates: str, causal: bool, phase: str,
+        combine_grad: str, cu_seqlens: Tensor | None, scale: float | None, return_lse: bool,
+    ) -> Any:  # fmt: skip
+        del cu_seqlens
+        pattern = pattern_of(segments, rates, phase, k.shape[2])
+        lengths = [min(w, q.shape[1]) // r for w, r in zip(pattern.segments, pattern.rates, strict=True)]
+        masks = tuple(_causal(L, q.device) if causal else None for L in lengths)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        y, lse = _flexed(backend, pattern, masks, combine_grad == "detached", scale, q, k, v)
+        return (y, lse) if return_lse else y
+
+    call.__doc__ = (
+        "dilated_attention with PyTorch's FlexAttention in each branch, collected and mixed in one program"
+    )
+    return call
+
+
+flex, flex_flash = _flex(""), _flex("FLASH")
 
 
 def supports(case: Case, name: str) -> str | None:
@@ -239,7 +252,7 @@ def supports(case: Case, name: str) -> str | None:
     return width_refused(name, case.q.shape[-1], case.q.dtype) or compiler_missing(case)
 
 
-def flex_supports(case: Case) -> str | None:
+def flex_supports(case: Case, backend: str = "") -> str | None:
     """Why FlexAttention can't compute the branches, or None."""
     if not case.device.startswith("cuda"):
         return f"runs on CUDA, not on {case.device}"
@@ -251,4 +264,6 @@ def flex_supports(case: Case) -> str | None:
         return "has no gradient of the lse beside detached weights"
     if not even(pattern_of(case.segments, case.rates, case.phase, case.k.shape[2]), case.q.shape[1]):
         return "takes branches whose rates divide their segments, and these T"
-    return compiler_missing(case)
+    if backend and case.needs_grad and case.combine_grad == "exact":
+        return "has no gradient of a branch's lse, which exact gradients of the mixture need"
+    return flex_refused(backend, case.q.dtype) or compiler_missing(case)

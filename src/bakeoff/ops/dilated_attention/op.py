@@ -387,6 +387,16 @@ OP = Op(
             all_compiled=True,
             deterministic=False,  # heads that are shared add up their gradients in any order
         ),
+        Candidate(
+            "flex_flash",
+            branches.flex_flash,
+            supports=partial(branches.flex_supports, backend="FLASH"),
+            requires=("triton", "flash_attn", "cutlass"),
+            traceable=False,
+            all_compiled=True,
+            deterministic=False,
+            min_capability=(9, 0),
+        ),
         kernel_candidate("fused", _fused, fused_supports),
         kernel_candidate("hopper", _hopper, hopper_supports),
         kernel_candidate("hopper_cudnn", _hopper_cudnn, mixed_supports, deterministic=False),
