@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn.attention import flex_attention
 
 __all__ = [
     "differentiable",
     "exact",
-    "flex_refused",
     "laid_as",
     "readable",
     "shares",
@@ -113,10 +111,3 @@ def width_refused(name: str, D: int, dtype: torch.dtype) -> str | None:
     if limit < D or D % step:
         return f"takes heads up to {limit} wide, in steps of {step}, not {D}"
     return None
-
-
-def flex_refused(backend: str, dtype: torch.dtype) -> str | None:
-    """Why FlexAttention can't run by its back end `backend` in this dtype, or None; "" is Triton."""
-    if backend and backend not in get_args(getattr(flex_attention, "_Backend", None)):
-        return f"this PyTorch's FlexAttention has no back end {backend}"
-    return "takes float16 and bfloat16" if backend and dtype == torch.float32 else None

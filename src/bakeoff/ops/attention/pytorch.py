@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from bakeoff.attention_backends.flex import flex_refused
 from bakeoff.attention_backends.inputs import (
     differentiable,
     exact,
-    flex_refused,
     readable,
     shares,
     width_refused,

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from bakeoff.attention_backends.inputs import exact, flex_refused, readable, width_refused
+from bakeoff.attention_backends.flex import flex_refused
+from bakeoff.attention_backends.inputs import exact, readable, width_refused
 from bakeoff.attention_backends.rows import BACKENDS
 from bakeoff.derivatives import once_differentiable
 from bakeoff.ops.dilated_attention import plain
