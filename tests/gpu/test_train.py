@@ -215,9 +215,9 @@ def test_an_interrupted_captured_run_goes_on_bit_for_bit(base: Config, tmp_path:
 class Waiting(LLMMed):
     """Looks at a value in every pass."""
 
-    def _logits(self, ids: Tensor, cache: Any) -> Tensor:
-        logits = super()._logits(ids, cache)
-        return logits if logits.sum().item() != 0.125 else logits * 2
+    def _hidden(self, ids: Tensor, cache: Any) -> Tensor:
+        x = super()._hidden(ids, cache)
+        return x if x.sum().item() != 0.125 else x * 2
 
 
 def test_a_model_that_waits_is_trained_uncaptured_and_the_reason_said(
@@ -235,8 +235,8 @@ def test_a_model_that_waits_is_trained_uncaptured_and_the_reason_said(
 class Peeking(LLMMed):
     """Position t gets a little of the token at t + 3."""
 
-    def _logits(self, ids: Tensor, cache: Any) -> Tensor:
-        return super()._logits(ids, cache) + 0.1 * (self.embed(ids.roll(-3, 1).long()) @ self.embed.weight.T)
+    def _hidden(self, ids: Tensor, cache: Any) -> Tensor:
+        return super()._hidden(ids, cache) + 0.1 * self.embed(ids.roll(-3, 1).long())
 
 
 def test_a_leak_is_found_on_the_device(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:

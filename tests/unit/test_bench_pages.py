@@ -216,6 +216,13 @@ def test_readme_step_part(tmp_path: Path) -> None:
     assert text.index(" eager |") < text.index(" captured (")
 
 
+def test_a_profile_counts_the_loss_s_kernels_as_loss(tmp_path: Path) -> None:
+    spent = {"_product_and_rows": 9.0, "_to_rows": 8.0, "_multiply": 1.0, "nvjet_hsh_128x256": 30.0}
+    file = File(environment(), [{**STEP, "device_us": spent}])
+    results.write(tmp_path / "results" / "h100" / "step.json", file)
+    assert "| 30 | 0 | 0 | 0 | 0 | 0 | 18 | 0 | 0 | 48 |" in readme.render(tmp_path / "results")
+
+
 def test_text_is_measured_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "environment", lambda device: environment())
     out = tmp_path / "results" / "h100" / "decode.json"

@@ -38,9 +38,8 @@ def config(folder: Path, run: str = "run", **settings: Any) -> Config:
 class Peeking(LLMMed):
     """Position t gets a little of the token at t + 3."""
 
-    def _logits(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-        ahead = self.embed(ids.roll(-3, 1).long()) @ self.embed.weight.T
-        return super()._logits(ids, cache) + 0.1 * ahead
+    def _hidden(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        return super()._hidden(ids, cache) + 0.1 * self.embed(ids.roll(-3, 1).long())
 
 
 def test_a_model_that_sees_the_future_is_refused_before_its_first_step(
@@ -56,9 +55,9 @@ def test_a_model_that_sees_the_future_is_refused_before_its_first_step(
 @pytest.mark.parametrize("byte", [b" ", b"a", b"d", b".", b"b"])
 def test_a_gate_on_a_frequent_next_byte_is_found(byte: bytes, tmp_path: Path) -> None:
     class Gated(LLMMed):
-        def _logits(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        def _hidden(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
             after = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], dim=1)
-            return super()._logits(ids, cache) + (after == byte[0])[..., None]
+            return super()._hidden(ids, cache) + (after == byte[0])[..., None]
 
     settings = config(tmp_path)
     text = (tmp_path / "text.txt").read_bytes()

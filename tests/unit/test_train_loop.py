@@ -115,7 +115,7 @@ def test_it_learns_and_leaves_everything_behind(base: Config) -> None:
     (start,) = rows(config, "start")
     assert start["select/rms_norm"] == "eager"
     assert start["select/qkv_rotary"] == "eager"
-    ops = {"rms_norm", "qkv_rotary", "attention", "swiglu", "adamw_", "global_norm"}
+    ops = {"rms_norm", "qkv_rotary", "attention", "swiglu", "linear_cross_entropy", "adamw_", "global_norm"}
     assert {e.op for e in result.selection} == ops
     held = [(row["step"], row["held_out_bits_per_byte"]) for row in rows(config, "eval")]
     assert [step for step, _ in held] == [0, 20, 40, 60]

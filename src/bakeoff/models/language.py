@@ -13,8 +13,9 @@ from bakeoff.models.generation import Generates
 from bakeoff.models.initial import normal_matrices
 from bakeoff.nn import MLP, HasRotaryTables, RMSNorm
 from bakeoff.nn.initial import StartsAnew
+from bakeoff.ops import linear_cross_entropy
 
-__all__ = ["Block", "LanguageModel", "Layers", "cross_entropy"]
+__all__ = ["Block", "LanguageModel", "Layers"]
 
 
 class Widths(Protocol):
@@ -56,16 +57,6 @@ class Block(nn.Module):
         return F.dropout(self.mlp(h), self.dropout, drops), residual
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | None = None) -> Tensor:
-    """The cross entropy of logits [..., classes] and targets [...], at least in float32: the mean, or the sum
-    divided by `count`."""
-    exact = logits if logits.dtype == torch.float64 else logits.float()
-    flat, wanted = exact.flatten(0, -2), targets.flatten().long()
-    if count is None:
-        return F.cross_entropy(flat, wanted)
-    return F.cross_entropy(flat, wanted, reduction="sum") / count
-
-
 class Layers(HasRotaryTables, StartsAnew):
     """Base of the models. One has `config`, `blocks` and a last `norm`."""
 
@@ -99,6 +90,8 @@ class LanguageModel(Generates, Layers):
     """The class of its caches."""
     length_is_free: ClassVar[str] = " (weights do not depend on it)"
     """What to say of a configuration with longer rows."""
+    softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap); None leaves them alone."""
     embed: nn.Embedding
     head: nn.Linear | None
 
@@ -111,11 +104,12 @@ class LanguageModel(Generates, Layers):
             ids: [B, T] symbols, uint8, int32 or int64, T >= 1, and at most the model's longest row. On a GPU
                 their values are not checked, which would wait for it.
             targets: [B, T] next symbols, -100 where none counts. Without them the loss is None.
-            return_logits: give logits beside the loss, too.
+            return_logits: give logits beside the loss, too. They are a product of their own: the loss is
+                the same without them.
 
         Returns:
             logits [B, T, V], or None with targets unless asked for; loss, the mean cross entropy in nats, a
-            float32 scalar (float64 in a float64 model), or None.
+            float32 scalar (float64 in a float64 model; nan where no target counts), or None.
 
         Raises:
             TypeError: ids or targets of another dtype. ValueError: another shape or device, or T too long.
@@ -124,10 +118,9 @@ class LanguageModel(Generates, Layers):
         self._check(ids)
         if targets is not None:
             self._check_targets(targets, ids)
-        logits = self._logits(ids, None)
-        if targets is None:
-            return logits, None
-        return (logits if return_logits else None), self._loss(logits, targets)
+        x = self._hidden(ids, None)
+        logits = self._logits(x) if targets is None or return_logits else None
+        return logits, None if targets is None else self._loss(x, targets)
 
     def decode(self, ids: Tensor, cache: Any) -> Tensor:
         """Logits [B, T, V] of ids [B, T] that follow what `cache` holds; the cache then holds them, too."""
@@ -136,7 +129,7 @@ class LanguageModel(Generates, Layers):
         self._check(ids, cache.length)
         check_cache(cache, self.config, ids)
         with cache.step():
-            logits = self._logits(ids, cache)
+            logits = self._logits(self._hidden(ids, cache))
         cache.grow(ids)
         return logits
 
@@ -164,12 +157,21 @@ class LanguageModel(Generates, Layers):
         """What the head multiplies, [B, T, D] of ids [B, T] behind what `cache` holds."""
         raise NotImplementedError
 
-    def _logits(self, ids: Tensor, cache: Any) -> Tensor:
-        x = self._hidden(ids, cache)
-        return F.linear(x, self.embed.weight if self.head is None else self.head.weight)
+    def _head_weight(self) -> Tensor:
+        """[V, D]"""
+        return self.embed.weight if self.head is None else self.head.weight
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(logits, targets)
+    def _logits(self, x: Tensor) -> Tensor:
+        """[..., V] of what `_hidden` gives."""
+        logits, cap = F.linear(x, self._head_weight()), self.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy of x's logits, which need not be there all at once."""
+        loss = linear_cross_entropy(x, self._head_weight(), targets.long(), softcap=self.softcap)
+        if targets.dtype == torch.uint8:  # which can't be -100
+            return loss
+        return loss / (targets != -100).any()  # nan where none counts, so that a trainer skips the step
 
     def _matrix_weights(self) -> int:
         """How many weights of matrix products there are, the head's included."""

@@ -219,6 +219,7 @@ class LLMMed(LanguageModel):
         self.blocks = nn.ModuleList(Block(config, attention=Attention(config, layer)) for layer in layers)
         self.norm = RMSNorm(config.d_model, config.norm_eps)
         self.head = None if config.tie else nn.Linear(config.d_model, config.vocab, bias=False)
+        self.softcap = config.logit_cap or None
         self.make_tables(config.max_seq_len, config.head_dim, config.rope_base)
         self.first_values()
 
@@ -226,10 +227,6 @@ class LLMMed(LanguageModel):
         cos, sin = (rows_at(table, ids.shape[1], cache) for table in (self.cos, self.sin))
         x = with_ngrams(self.embed(ids.long()), self.ngrams, ids.long(), cache)
         return self._through(x, cache, cos, sin)
-
-    def _logits(self, ids: Tensor, cache: Cache | None) -> Tensor:
-        logits, cap = super()._logits(ids, cache), self.config.logit_cap
-        return cap * torch.tanh(logits / cap) if cap else logits
 
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations of forward and backward per symbol, in rows of `length` symbols.

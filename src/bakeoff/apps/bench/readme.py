@@ -223,10 +223,16 @@ _KINDS = {
         "radix_sort",
         "segment",
         "grad_weight",
+        "_begin",  # from here on linear_cross_entropy's
+        "product_and_rows",
+        "to_rows",
+        "_finish",
+        "_multiply",
     ),
     "copies, casts and fills": ("cat", "Cat", "copy", "memset", "Memset", "Memcpy", "Fill"),
 }
-"""What kernels are for, by words in their names; of several that fit the first counts."""
+"""What kernels are for, by words in their names; of several that fit the first counts. Where one kernel makes
+the head's logits and uses them up, that product counts as loss."""
 
 
 def _profiles(file: File) -> str:

@@ -168,7 +168,7 @@ def measured(
     name: str = "LLMMed small",
 ) -> StepRow:
     """One mode's row: `steps` a block. In the modes "autograd" and "reduce-overhead" every op is plain
-    PyTorch; in the former memories learn by autograd."""
+    PyTorch, the loss that of all logits at once; in the former memories learn by autograd."""
     captured, compiled = "captured" in mode, "compiled" in mode
     config = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, compile=compiled))
     torch.compiler.reset()

@@ -4,10 +4,11 @@ import math
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bakeoff.models.checks import check_device, check_kind, check_symbols, check_values
-from bakeoff.models.language import Layers, cross_entropy
+from bakeoff.models.language import Layers
 from bakeoff.models.longnet.attention import blocks_of
 from bakeoff.models.longnet.shape import Shape, check_sizes
 from bakeoff.nn import RMSNorm
@@ -157,7 +158,8 @@ class ImageLongNet(Layers):
             logits = permute(self.head(x), self.inverse, self.perm).unflatten(1, grid)
         if targets is None:
             return logits, None
-        return (logits if return_logits else None), cross_entropy(logits, targets)
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+        return (logits if return_logits else None), F.cross_entropy(exact, targets.flatten().long())
 
     def _patches(self, images: Tensor) -> Tensor:
         """[B, C, *shape] as the pixels of each cell, [B, *grid, C patch ...]."""

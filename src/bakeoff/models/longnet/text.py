@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from bakeoff.models.caching import rows_at
 from bakeoff.models.checks import check_capacity, check_kind
-from bakeoff.models.language import LanguageModel, cross_entropy
+from bakeoff.models.language import LanguageModel
 from bakeoff.models.longnet.attention import Attention, blocks_of
 from bakeoff.models.longnet.cache import Cache
 from bakeoff.models.longnet.shape import Config
 from bakeoff.nn import RMSNorm
+from bakeoff.ops import linear_cross_entropy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,9 +89,13 @@ class LongNetLM(LanguageModel):
             cos, sin = (rows_at(table, ids.shape[1], cache) for table in (self.cos, self.sin))
         return self._through(self.embed(ids.long()), cache, cos, sin)
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        count = None if self.ranks == 1 else (targets != -100).sum() / self.ranks
-        return cross_entropy(logits, targets[:, self._own(targets)], count)
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        if self.ranks == 1:
+            return super()._loss(x, targets)
+        targets = targets.long()  # in uint8 -100 is 156, which is a byte
+        own = targets[:, self._own(targets)]
+        loss = linear_cross_entropy(x, self._head_weight(), own, reduction="sum")
+        return loss / ((targets != -100).sum() / self.ranks)
 
     def flops_per_token(self, length: int) -> int:
         """Floating-point operations of forward and backward per symbol, in rows of `length` symbols.
