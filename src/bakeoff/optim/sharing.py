@@ -17,7 +17,7 @@ from bakeoff.ops.adamw.group import factor_of, rate_of
 from bakeoff.ops.muon.settings import Matrices, Settings, size_of
 from bakeoff.ops.muon.update import take_step
 
-__all__ = ["Share", "owners", "sharded_over", "split_rows", "take_shared_step"]
+__all__ = ["Share", "owners", "split_rows", "take_shared_step"]
 
 Split = int | Sequence[int] | None
 
@@ -39,21 +39,6 @@ class Share(NamedTuple):
             return count
         each = -(-count // dist.get_world_size(self.group))
         return max(0, min(each, count - rank * each))
-
-
-def sharded_over(param: Any, name: str) -> Any:
-    """The process group over which the rows of a DTensor are sharded, each rank holding one chunk.
-
-    Raises:
-        ValueError: it is sharded in another way.
-    """
-    kinds = [placement for placement in param.placements if not placement.is_replicate()]
-    if len(kinds) != 1 or type(kinds[0]).__name__ != "Shard" or kinds[0].dim != 0:
-        raise ValueError(
-            f"{name}: muon takes parameters whose rows are sharded over one dimension of a mesh, as "
-            f"fully_shard does it, and one has placements {tuple(param.placements)}; leave it to AdamW"
-        )
-    return param.device_mesh.get_group(param.placements.index(kinds[0]))
 
 
 def owners(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
