@@ -254,7 +254,7 @@ class Stepper:
     @contextlib.contextmanager
     def _exchanging(self, last: bool) -> Iterator[None]:
         """Ranks exchange gradients once a step, after the last part."""
-        if self.mode == "fsdp":
+        if self.mode == "fsdp" and self.config.train.accumulate > 1:  # these walk through all modules
             self.module.set_requires_gradient_sync(last)  # type: ignore[operator]
             # What is gathered at once stays whole for the next part.
             self.module.set_reshard_after_backward(last, recurse=False)  # type: ignore[operator]
