@@ -76,10 +76,12 @@ def assert_same(one: dict[str, list[float]], other: dict[str, list[float]]) -> N
 
 @pytest.mark.parametrize(("world", "mode"), [(2, "ddp"), (2, "fsdp"), (4, "fsdp")])
 def test_losses_are_those_of_one_rank(ranks: Ranks, base: Path, world: int, mode: str) -> None:
-    run(base, "alone")
-    ranks(world, trained, base, "many", f"parallel.mode={mode}")
+    between = "train.eval_every=4", "train.checkpoint_every=4"  # after a measurement shards may still be whole
+    run(base, "alone", *between)
+    ranks(world, trained, base, "many", f"parallel.mode={mode}", *between)
     alone, many = curve(base, "alone"), curve(base, "many")
     assert len(alone["loss"]) == STEPS
+    assert len(alone["held_out"]) == 4
     assert alone["loss"][-1] < alone["loss"][0] - 1
     assert_same(alone, many)
     (start,) = [r for r in read_metrics(base.parent / "many" / "metrics.jsonl") if r["event"] == "start"]

@@ -13,6 +13,7 @@ from bakeoff.ops.adamw.group import Guard, Hyper, join, split
 from bakeoff.ops.adamw.op import OP, REAL, check_hyper
 from bakeoff.ops.adamw.update import guard, take_step
 from bakeoff.optim.groups import Lists, ParamGroup
+from bakeoff.optim.sharding import norms_over, shards_over
 from bakeoff.select import TensorList
 
 __all__ = ["AdamW"]
@@ -46,7 +47,8 @@ class AdamW(Optimizer):
             selection. With foreach, GradScaler unscales the gradients itself, and waits for the device.
         capturable: accepted for torch's sake; every step is.
         max_grad_norm: gradients whose global norm (over all groups) is larger are scaled down to it, as by
-            torch.nn.utils.clip_grad_norm_, but without another pass that writes them.
+            torch.nn.utils.clip_grad_norm_, but without another pass that writes them. Where parameters are
+            shards (DTensors), it is the norm over all ranks, which must take the step together.
         skip_nonfinite: a step whose global norm is not finite changes nothing, ``step`` included, and
             advances `skipped`. Not with foreach or compiled, which can't skip on the device.
         master_weights: None; ``"float32"``: keeps a float32 copy of each 16-bit parameter and float32 moments
@@ -259,11 +261,6 @@ class AdamW(Optimizer):
         """The norm of all gradients and what follows from it, where anything does."""
         if self.max_grad_norm is None and not self.skip_nonfinite:
             return None
-        if any(isinstance(group, ParamGroup) and group.sharded for group in self.param_groups):
-            raise ValueError(
-                "AdamW: max_grad_norm and skip_nonfinite see this rank's shards only; clip sharded "
-                "parameters with torch.nn.utils.clip_grad_norm_"
-            )
         devices = {listed.device for listed in grads}
         if len(devices) > 1:
             raise ValueError(
@@ -276,8 +273,11 @@ class AdamW(Optimizer):
         by_dtype: dict[torch.dtype, list[TensorList]] = {}
         for listed in grads:
             by_dtype.setdefault(listed.meta.dtype, []).append(listed)
+        joined = [TensorList.joined(lists) for lists in by_dtype.values()]
+        groups: list[Any] = self.param_groups
+        over = shards_over([kind for group in groups for kind in group.shardings], type(self).__name__)
         judged = guard(
-            [TensorList.joined(lists) for lists in by_dtype.values()],
+            joined if over is None else [norms_over(over, joined)],
             self.max_grad_norm,
             self.skip_nonfinite,
             _at(found_inf, device),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bakeoff.ops.adamw.group import Group
 from bakeoff.ops.adamw.update import overlap
+from bakeoff.optim.sharding import Sharding, local, sharding_of
 from bakeoff.select import TensorList
 
 __all__ = ["Lists", "ParamGroup"]
@@ -29,7 +30,9 @@ class Part:
     their lists looked at the last step. It holds no tensors, which somebody may want to free between two
     steps."""
 
-    def __init__(self, places: list[int], lists: Lists, keys: list[str]) -> None:
+    def __init__(self, places: list[int], lists: Lists, keys: list[str], sharded: bool) -> None:
+        self.sharded = sharded
+        """Whether its lists hold shards of what the group holds."""
         self.places = places
         """Of the parameters among those that have gradients."""
         self.keys = keys
@@ -41,20 +44,18 @@ class Part:
 
     def again(self, params: list[Any], grads: list[Any], states: list[dict[str, Any]]) -> Lists | None:
         """The lists of this step, if all but the gradients are what they were, where they were."""
+        if self.sharded:
+            params, grads = local(params), local(grads)
         listed = [self.params.same(params), self.grads.alike(grads)]
         if None in listed:
             return None
         for outline, key in zip(self.states, self.keys, strict=True):
-            tensors = outline.same([state[key] for state in states])
+            column = [state[key] for state in states]
+            tensors = outline.same(local(column) if self.sharded else column)
             if tensors is None:
                 return None
             listed.append(tensors)
         return Lists(Group(*listed), self.overlapping)  # type: ignore[arg-type]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; another tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class ParamGroup(dict[str, Any]):
@@ -66,8 +67,8 @@ class ParamGroup(dict[str, Any]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.rates: dict[torch.device, Tensor] = {}
-        self.sharded = False
-        """Whether parameters are DTensors, as far as steps have met them."""
+        self.shardings: frozenset[Sharding | None] = frozenset()
+        """How parameters are sharded that the last step has met; None: not at all."""
         self._forget()
 
     def _forget(self) -> None:
@@ -80,10 +81,11 @@ class ParamGroup(dict[str, Any]):
         """and where these stand among the former."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"rates": self.rates, "sharded": self.sharded}
+        return {"rates": self.rates}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.shardings = frozenset()
         self._forget()
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -179,9 +181,10 @@ class ParamGroup(dict[str, Any]):
                 )
         columns: list[list[Any]] = [params, grads, *[[s.get(key) for s in states] for key in _KEYS]]
         columns.append([s.get("master", s.get("remainder")) for s in states])
-        self.sharded = any(hasattr(p, "to_local") for p in params)
-        if self.sharded:
-            columns = [[_local(t) for t in column] for column in columns]
+        self.shardings = frozenset(map(sharding_of, params))
+        sharded = any(self.shardings)
+        if sharded:
+            columns = [local(column) for column in columns]
         kinds = list(
             zip(
                 [p.get_device() for p in columns[0]],
@@ -199,10 +202,7 @@ class ParamGroup(dict[str, Any]):
             ]
             found.append(Lists(Group(*lists), overlap(lists[0])))
             wider = [key for key in ("master", "remainder") if key in states[places[0]]]
-            self._parts.append(Part(places, found[-1], [*_KEYS, *wider[:1]]))
-        if self.sharded:
-            self._forget()  # shards are new tensors at each step
-            return found
+            self._parts.append(Part(places, found[-1], [*_KEYS, *wider[:1]], sharded))
         order = {id(p): i for i, p in enumerate(state)}
         self._owners, self._members = list(order), list(map(id, params))
         self._places = [order[i] for i in self._members]

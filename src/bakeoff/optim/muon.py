@@ -13,7 +13,8 @@ from bakeoff.ops.muon.settings import Matrices, Settings
 from bakeoff.ops.muon.update import take_step as take_muon_step
 from bakeoff.optim.adamw import AdamW
 from bakeoff.optim.groups import Lists, ParamGroup
-from bakeoff.optim.sharing import Share, sharded_over, split_rows, take_shared_step
+from bakeoff.optim.sharding import local, rows_over, sharding_of
+from bakeoff.optim.sharing import Share, split_rows, take_shared_step
 from bakeoff.select import TensorList
 
 __all__ = ["Muon"]
@@ -28,7 +29,7 @@ class Muon(AdamW):
 
     Over ranks: as any optimizer under DDP; with `process_group` its ranks share the work, each orthogonalises
     some matrices for all. Of parameters that `fully_shard` made, each matrix goes whole to one rank, once a
-    step, and its rows come back. Clip such parameters with torch.nn.utils.clip_grad_norm_.
+    step, and its rows come back.
 
     Args:
         params: parameters, named parameters or group dicts.
@@ -128,16 +129,18 @@ class Muon(AdamW):
                 continue
             if p.grad.layout is not torch.strided:
                 raise RuntimeError(f"{own}: muon takes no sparse gradients; make them dense")
-            over = sharded_over(p, own) if hasattr(p, "to_local") else None
-            kinds.setdefault((p.device, p.dtype, p.grad.dtype, over), []).append(p)
-            if not self.state[p]:
-                self._start_matrix(p)
+            kinds.setdefault((p.device, p.dtype, p.grad.dtype, sharding_of(p)), []).append(p)
+        group.shardings = frozenset(sharding for *_, sharding in kinds)
         found = []
-        for (*_, over), members in kinds.items():
+        for (*_, sharding), members in kinds.items():
+            if sharding is not None:
+                rows_over(sharding, own)  # raises
+            for p in members:
+                if not self.state[p]:
+                    self._start_matrix(p)
             columns = [members, [p.grad for p in members], [self.state[p]["momentum"] for p in members]]
-            if over is not None:
-                group.sharded = True
-                columns = [[t.to_local() for t in column] for column in columns]
+            if sharding is not None:
+                columns = list(map(local, columns))
             named = zip(("params", "grads", "momentum"), columns, strict=True)
             params, grads, momentum = [TensorList.of(c, f"{own}: {name}") for name, c in named]
             found.append(Lists(Group(params, grads, momentum, [], []), overlap(params), members))
@@ -172,10 +175,10 @@ class Muon(AdamW):
         params, grads, momentum = lists.group[:3]
         direction = [self._direction(p) for p in lists.owners] if how.sums is not None else None
         matrices = Matrices(params, grads, momentum, direction)
-        sharded = any(hasattr(p, "to_local") for p in lists.owners)
-        if sharded or self.process_group is not None:
-            over = sharded_over(lists.owners[0], type(self).__name__) if sharded else self.process_group
-            share = Share(over, [p.shape for p in lists.owners], sharded)
+        sharding = sharding_of(lists.owners[0])
+        if sharding is not None or self.process_group is not None:
+            over = self.process_group if sharding is None else rows_over(sharding, type(self).__name__)
+            share = Share(over, [p.shape for p in lists.owners], sharding is not None)
             take_shared_step(matrices, settings, self.muon_impl, share, group["splits"])
             return
         if group["splits"] is not None:

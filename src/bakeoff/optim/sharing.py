@@ -17,7 +17,7 @@ from bakeoff.ops.adamw.group import factor_of, rate_of
 from bakeoff.ops.muon.settings import Matrices, Settings, size_of
 from bakeoff.ops.muon.update import take_step
 
-__all__ = ["Share", "owners", "sharded_over", "split_rows", "take_shared_step"]
+__all__ = ["Share", "owners", "split_rows", "take_shared_step"]
 
 Split = int | Sequence[int] | None
 
@@ -41,21 +41,6 @@ class Share(NamedTuple):
         return max(0, min(each, count - rank * each))
 
 
-def sharded_over(param: Any, name: str) -> Any:
-    """The process group over which the rows of a DTensor are sharded, each rank holding one chunk.
-
-    Raises:
-        ValueError: it is sharded in another way.
-    """
-    kinds = [placement for placement in param.placements if not placement.is_replicate()]
-    if len(kinds) != 1 or type(kinds[0]).__name__ != "Shard" or kinds[0].dim != 0:
-        raise ValueError(
-            f"{name}: muon takes parameters whose rows are sharded over one dimension of a mesh, as "
-            f"fully_shard does it, and one has placements {tuple(param.placements)}; leave it to AdamW"
-        )
-    return param.device_mesh.get_group(param.placements.index(kinds[0]))
-
-
 def owners(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
     """The rank that orthogonalises each matrix: the largest first, each to the one with the least to do."""
     work = [3 * m * m * n + m**3 for m, n in map(sorted, shapes)]
@@ -76,13 +61,14 @@ def take_shared_step(
     params, grads, momentum, _ = matrices
     skip = None if how.found_inf is None else how.found_inf != 0
     wide = torch.promote_types(torch.promote_types(params[0].dtype, momentum[0].dtype), torch.float32)
-    rate, factor = rate_of(how), factor_of(how)
-    ahead = []
-    for g, m in zip(grads, momentum, strict=True):
-        scaled = g.to(wide) * factor
-        new = m.to(wide) * how.momentum_decay + scaled
-        ahead.append(scaled + new * how.momentum_decay if how.nesterov else new)
-        m.copy_(new if skip is None else torch.where(skip, m, new.to(m.dtype)))
+    rate = rate_of(how)
+    scaled = torch._foreach_mul([g.to(wide) for g in grads], _scalar(factor_of(how), wide))
+    new = torch._foreach_mul([m.to(wide) for m in momentum], how.momentum_decay)
+    torch._foreach_add_(new, scaled)
+    _write(momentum, new, skip)
+    if how.nesterov:
+        torch._foreach_add_(scaled, new, alpha=how.momentum_decay)
+    ahead = scaled if how.nesterov else new
     own = owners(share.shapes, dist.get_world_size(share.group))
     narrow = torch.bfloat16 if wide == torch.float32 and params[0].is_cuda else wide
     mine = [i for i, owner in enumerate(own) if owner == dist.get_rank(share.group)]
@@ -90,14 +76,27 @@ def take_shared_step(
     whole: Any = _collected(parts, own, mine, share) if share.sharded else ahead
     found = _orthogonalised({i: whole[i].to(wide) for i in mine}, how, impl, splits)
     back = _distributed({i: u.to(narrow) for i, u in found.items()}, own, parts[0], share)
-    for i, p in enumerate(params):
-        u = back[i].to(wide)
-        moved = p.to(wide) * (1.0 - rate * how.weight_decay)
-        for block, size in _blocks(u, share, i, how.scale, splits):
-            block.mul_(size)
-        moved = (moved - rate * u).to(p.dtype)
-        p.copy_(moved if skip is None else torch.where(skip, p, moved))
+    steps = [back[i].to(wide) for i in range(len(params))]
+    blocks = [block for i, u in enumerate(steps) for block in _blocks(u, share, i, how.scale, splits)]
+    if blocks:
+        torch._foreach_mul_([rows for rows, _ in blocks], [size for _, size in blocks])
+    torch._foreach_mul_(steps, _scalar(rate, wide))
+    moved = torch._foreach_mul([p.to(wide) for p in params], _scalar(1.0 - rate * how.weight_decay, wide))
+    torch._foreach_sub_(moved, steps)
+    _write(params, moved, skip)
     torch.autograd.graph.increment_version(params)
+
+
+def _scalar(number: float | Tensor, dtype: torch.dtype) -> Any:
+    """A number that lists of this dtype are multiplied by in one launch."""
+    return number.to(dtype) if isinstance(number, Tensor) else number
+
+
+def _write(targets: list[Tensor], values: Sequence[Tensor], skip: Tensor | None) -> None:
+    """Writes values, unless the step is skipped."""
+    if skip is not None:
+        values = [torch.where(skip, t, v.to(t.dtype)) for t, v in zip(targets, values, strict=True)]
+    torch._foreach_copy_(targets, list(values))
 
 
 def _orthogonalised(

@@ -19,7 +19,7 @@ from bakeoff.models.llm_med import LLMMed
 from bakeoff.models.longnet import LongNetLM
 from bakeoff.models.titan_mac import TitanMAC
 from bakeoff.optim import AdamW, DeepNestedOptimizer, Muon, muon_groups, nested_groups
-from bakeoff.parallel import ALONE, World, groups_of, replicas, sharded, total_norm
+from bakeoff.parallel import ALONE, World, groups_of, replicas, sharded
 from bakeoff.select.choose.policy import untuned
 
 __all__ = ["Stepper", "adamw", "learning_rate", "muon", "optimizer", "set_rate", "uses_bf16"]
@@ -46,9 +46,8 @@ def learning_rate(optim: Optim, progress: float) -> float:
     return optim.lr * (optim.min_lr + (1.0 - optim.min_lr) * 0.5 * (1.0 + math.cos(math.pi * rest)))
 
 
-def adamw(model: nn.Module, optim: Optim, device: torch.device, *, shards: bool = False) -> AdamW:
-    """AdamW, decaying matrices only. It clips and skips by itself, unless it sees only `shards` of the
-    gradient. On CUDA the rate is a device tensor."""
+def adamw(model: nn.Module, optim: Optim, device: torch.device) -> AdamW:
+    """AdamW, decaying matrices only; it clips and skips by itself. On CUDA the rate is a device tensor."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
     groups = [
@@ -60,12 +59,12 @@ def adamw(model: nn.Module, optim: Optim, device: torch.device, *, shards: bool 
         lr=torch.tensor(optim.lr, device=device) if device.type == "cuda" else optim.lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
-        max_grad_norm=None if shards else optim.clip or math.inf,
-        skip_nonfinite=not shards,
+        max_grad_norm=optim.clip or math.inf,
+        skip_nonfinite=True,
     )
 
 
-def muon(model: nn.Module, optim: Optim, device: torch.device, *, shards: bool, share: bool) -> Muon:
+def muon(model: nn.Module, optim: Optim, device: torch.device, *, share: bool) -> Muon:
     """Muon for matrices, AdamW for the rest, with rates in the proportion of `muon_lr` to `lr`; clips and
     skips as `adamw`."""
     groups = muon_groups(model, optim.weight_decay)
@@ -78,19 +77,18 @@ def muon(model: nn.Module, optim: Optim, device: torch.device, *, shards: bool, 
         momentum=optim.momentum,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
-        max_grad_norm=None if shards else optim.clip or math.inf,
-        skip_nonfinite=not shards,
+        max_grad_norm=optim.clip or math.inf,
+        skip_nonfinite=True,
         process_group=dist.group.WORLD if share else None,
     )
 
 
 def optimizer(model: nn.Module, optim: Optim, device: torch.device, mode: str = "none") -> AdamW:
     """The optimizer that the configuration names; `mode` says how ranks share the work."""
-    shards = mode == "fsdp"
     if optim.name == "adamw":
-        return adamw(model, optim, device, shards=shards)
+        return adamw(model, optim, device)
     if optim.name == "muon":
-        return muon(model, optim, device, shards=shards, share=optim.share and mode == "ddp")
+        return muon(model, optim, device, share=optim.share and mode == "ddp")
     groups = nested_groups(model, optim.weight_decay)
     for group in groups:
         group["muon"] = optim.muon and group["name"] == "core"
@@ -99,8 +97,8 @@ def optimizer(model: nn.Module, optim: Optim, device: torch.device, mode: str = 
         torch.tensor(optim.lr, device=device) if device.type == "cuda" else optim.lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
-        max_grad_norm=None if shards else optim.clip or math.inf,
-        skip_nonfinite=not shards,
+        max_grad_norm=optim.clip or math.inf,
+        skip_nonfinite=True,
     )
 
 
@@ -242,18 +240,13 @@ class Stepper:
                 loss += self._backward(part)
         self.world.mean(loss)
         bad = ~loss.isfinite() if not rehearsal else torch.ones_like(loss, dtype=torch.bool)
-        if self.mode == "fsdp":  # the optimizer sees shards, so clipping and skipping are decided here
-            norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
-            bad = bad | ~norm.isfinite()
-            self.optimizer.grad_scale = (norm / (self.config.optim.clip or math.inf)).clamp(min=1.0)
         self.optimizer.found_inf = bad.float()
         if isinstance(self.optimizer, DeepNestedOptimizer):
             self.optimizer.loss = loss
         self.optimizer.step()
-        if self.mode != "fsdp":
-            assert self.optimizer.grad_norm is not None
-            norm = self.optimizer.grad_norm
-            bad = bad | ~norm.isfinite()
+        assert self.optimizer.grad_norm is not None
+        norm = self.optimizer.grad_norm
+        bad = bad | ~norm.isfinite()
         self.optimizer.zero_grad(set_to_none=True)
         if not rehearsal:
             self._count(loss, norm, bad)
@@ -261,8 +254,10 @@ class Stepper:
     @contextlib.contextmanager
     def _exchanging(self, last: bool) -> Iterator[None]:
         """Ranks exchange gradients once a step, after the last part."""
-        if self.mode == "fsdp":
+        if self.mode == "fsdp" and self.config.train.accumulate > 1:  # these walk through all modules
             self.module.set_requires_gradient_sync(last)  # type: ignore[operator]
+            # What is gathered at once stays whole for the next part.
+            self.module.set_reshard_after_backward(last, recurse=False)  # type: ignore[operator]
         if isinstance(self.module, DistributedDataParallel) and not last:
             with self.module.no_sync():
                 yield
