@@ -90,14 +90,15 @@ def settings(ranks: int, cuda: bool) -> list[Setting]:
             Setting("over parts", 64, (16, _WHOLE), (1, 2), True, (ALONE, *causal), 2, 8),
             Setting("dense", 32, (_WHOLE,), (1,), True, causal, 2, 8),
         ]
-    part = (1 << 20) // ranks
+    part, dense = (1 << 20) // ranks, (ALONE, "ring", "balanced", "ulysses", TORCH)
     return [
         Setting("local", 131072, *_LONG, False, (ALONE, "auto")),
         Setting("local causal", 131072, *_LONG, True, (ALONE, "auto")),
         Setting("a million tokens, causal", part, *_LONG, True, (ALONE, "auto")),
         Setting("over parts", 65536, (2048, 16384, _WHOLE), (1, 4, 16), False, (ALONE, *methods)),
         Setting("over parts causal", 65536, (2048, 16384, _WHOLE), (1, 4, 16), True, (ALONE, *causal)),
-        Setting("dense causal", 8192, (_WHOLE,), (1,), True, (ALONE, "ring", "balanced", "ulysses", TORCH)),
+        Setting("dense causal", 8192, (_WHOLE,), (1,), True, dense),
+        Setting("dense causal, long", 32768, (_WHOLE,), (1,), True, dense),
     ]
 
 

@@ -5,6 +5,7 @@ kernel of collecting a branch's rows and one of mixing what comes back; a branch
 lies. Elsewhere branches go in the pieces of `plain`.
 """
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -37,6 +38,10 @@ __all__ = [
     "gradients",
     "supports",
 ]
+
+
+_BASE_OF_FLASH_WRONG = torch.__version__ < (2, 13)
+"""FlexAttention then takes FlashAttention's lse for one of base 2 and multiplies it by ln 2."""
 
 
 def even(pattern: Pattern, T: int) -> bool:
@@ -206,6 +211,8 @@ def _flexible(
         for own_q, own_k, own_v, mask in rows
     ]
     lses = [lse.detach() if detached else lse for _, lse in made]
+    if backend == "FLASH" and _BASE_OF_FLASH_WRONG:
+        lses = [lse / math.log(2) for lse in lses]
     return _mix(pattern, B, T, *[out for out, _ in made], *lses)
 
 

@@ -20,7 +20,9 @@ from bakeoff.select.declare.op import Op
 
 __all__ = ["batch_invariant", "examine"]
 
-_LET_GO_S = 0.5  # how long another thread may hold on to a call after its results are gone
+_LET_GO_S = 0.02, 0.5
+"""How long another thread may hold on to a call after its results are gone: before cycles are looked for,
+which takes most of a second's fifth, and after."""
 
 
 def examine(op: Op, candidate: Candidate, stick: Yardstick) -> None:
@@ -96,16 +98,20 @@ def _nothing_kept(op: Op, candidate: Candidate, stick: Yardstick) -> None:
 
 
 def _left(references: list[tuple[int, StorageWeakRef]]) -> int:
-    """The bytes of memory that is still held once cycles of references are gone, and other threads have had
-    time: on a GPU, backward runs in a thread of autograd's own, which lets go of what it worked on after the
+    """The bytes of memory that is still held once other threads have had time, and cycles of references are
+    gone: on a GPU, backward runs in a thread of autograd's own, which lets go of what it worked on after the
     results are there."""
-    if not all(reference.expired() for _, reference in references):
-        gc.collect()
-    deadline = time.monotonic() + _LET_GO_S
-    while left := sum(size for size, reference in references if not reference.expired()):
-        if time.monotonic() > deadline:
+    left = 0
+    for collect, patience in zip((False, True), _LET_GO_S, strict=True):
+        if collect:
+            gc.collect()
+        deadline = time.monotonic() + patience
+        while left := sum(size for size, reference in references if not reference.expired()):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.001)
+        if not left:
             break
-        time.sleep(0.005)
     return left
 
 
