@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-_BASE_OF_FLASH_WRONG = torch.__version__ < (2, 13)
+_BASE_OF_FLASH_WRONG = torch.__version__ < "2.13"  # compared as versions
 """FlexAttention then takes FlashAttention's lse for one of base 2 and multiplies it by ln 2."""
 
 
