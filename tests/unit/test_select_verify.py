@@ -17,7 +17,7 @@ from bakeoff.select.contests.contest import contest
 from bakeoff.select.contests.draw import cotangent, inputs
 from bakeoff.select.contests.exact import exact_results
 from bakeoff.select.contests.examine import examine
-from bakeoff.select.contests.judge import _evenness, errors_of
+from bakeoff.select.contests.judge import Sizes, errors_of
 from bakeoff.select.contests.poison import Poison, fenced, unchanged
 from bakeoff.select.contests.verdict import Trial, Verdict
 from bakeoff.select.contests.verify import Rejected, verify, yardsticks
@@ -267,12 +267,12 @@ def test_values_on_the_edge_of_the_range_may_go_over_it() -> None:
 
 
 def test_evenness_counts_the_elements_that_errors_average_over() -> None:
-    assert _evenness(torch.full((10, 10), -3.0)) == pytest.approx(100)
-    assert _evenness(torch.tensor([1e30, 1.0, math.nan, 2.0])) == pytest.approx(1)
+    assert Sizes.of(torch.full((10, 10), -3.0)).evenness == pytest.approx(100)
+    assert Sizes.of(torch.tensor([1e30, 1.0, math.nan, 2.0])).evenness == pytest.approx(1)
     torch.manual_seed(0)
-    assert _evenness(torch.randn(30000)) == pytest.approx(10000, rel=0.05)
+    assert Sizes.of(torch.randn(30000)).evenness == pytest.approx(10000, rel=0.05)
     for nothing in (torch.zeros(5), torch.zeros(0, 3), torch.full((2,), math.nan)):
-        assert _evenness(nothing) == 1.0
+        assert Sizes.of(nothing).evenness == 1.0
 
 
 def test_a_reference_that_is_nan_on_zero_rows_asks_nothing_there() -> None:

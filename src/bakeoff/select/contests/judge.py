@@ -22,7 +22,17 @@ import torch
 
 from bakeoff.select.contests.copies import Rejected
 
-__all__ = ["FURTHER", "Errors", "Inaccurate", "Standard", "denormal_rows", "errors_of", "judge", "same_bits"]
+__all__ = [
+    "FURTHER",
+    "Errors",
+    "Inaccurate",
+    "Sizes",
+    "Standard",
+    "denormal_rows",
+    "errors_of",
+    "judge",
+    "same_bits",
+]
 
 FURTHER = 8
 """Draws on which eager's own error is looked at where a candidate's is too large."""
@@ -52,6 +62,41 @@ class Errors(msgspec.Struct, frozen=True):
         return Errors(max(self.max, other.max), max(self.rms, other.rms), max(self.gain, other.gain))
 
 
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """How large the finite elements of a reference are, which errors are relative to."""
+
+    peak: float
+    """The largest one. All else is in its units, so that squares stay finite."""
+    rows: torch.Tensor
+    """Each row's largest element; of `whole` ones at least the root mean square of the tensor."""
+    squares: float
+    """The sum of squares."""
+    evenness: float
+    """How many elements of equal size would average out errors as well: (sum x^2)^2 / sum x^4, at least 1.
+    The gain is an average of the elements' relative errors weighted by x^2, and one loud element its own."""
+    finite: bool
+    """Whether all elements are."""
+
+    @classmethod
+    def of(cls, exact: torch.Tensor, *, whole: bool = False) -> "Sizes":
+        if exact.numel() == 0:
+            return cls(1.0, exact.new_empty(0), 0.0, 1.0, True)
+        exact = _rows(exact)
+        peak = exact.abs().nan_to_num(0.0, 0.0, 0.0).max().item() or 1.0
+        largest, sums = [], []
+        for piece in _pieces(exact):
+            known = torch.isfinite(piece)
+            size = piece.abs().masked_fill(~known, 0) / peak
+            power = size.square()
+            largest.append(size.amax(1))
+            sums.append(torch.stack([power.sum(), power.square().sum(), known.sum().to(power.dtype)]))
+        squares, fourths, count = torch.stack(sums).sum(0).tolist()
+        least = max(1e-6, math.sqrt(squares / max(1.0, count))) if whole else 1e-6
+        evenness = max(squares * squares / (fourths or 1.0), 1.0)
+        return cls(peak, torch.cat(largest).clamp(min=least), squares, evenness, count == exact.numel())
+
+
 @dataclass(kw_only=True)
 class Standard:
     """What results of one draw are judged by.
@@ -74,10 +119,12 @@ class Standard:
     """Eager's errors on the i-th further draw of this kind."""
     looked: int = 0
     """How many further draws `eager` holds the largest errors of."""
-    evenness: dict[str, float] = field(init=False)
+    sizes: dict[str, Sizes] = field(default_factory=dict)
+    """Of `exact`; found where not given."""
 
     def __post_init__(self) -> None:
-        self.evenness = {name: _evenness(tensor) for name, tensor in self.exact.items()}
+        for name in self.exact.keys() - self.sizes.keys():
+            self.sizes[name] = Sizes.of(self.exact[name], whole=self.whole)
 
     def look_further(self) -> bool:
         """Take one more draw into account; whether there is one left."""
@@ -100,7 +147,7 @@ class Standard:
             # Tensor cores cut float32 sums off instead of rounding them, so that a whole result shrinks: one
             # product of 64 terms in three tf32 parts by 1.3 units for normal numbers, 2.4 for positive ones
             # (on an H200), whatever is added outside, and a result of several products by more.
-            store / 32 + 4 * unit + (store + chain / 4) / self.evenness[name] ** 0.5,
+            store / 32 + 4 * unit + (store + chain / 4) / self.sizes[name].evenness ** 0.5,
         )
         return float(_FACTOR * getattr(self.eager[name], norm) + getattr(floors, norm))
 
@@ -108,9 +155,12 @@ class Standard:
 def judge(name: str, tensor: torch.Tensor, standard: Standard) -> Errors:
     """The errors of the result called `name`; raises `Rejected` where they are larger than is allowed."""
     exact, dtype, where = standard.exact[name], standard.dtypes[name], standard.where
+    sizes = standard.sizes[name]
     if tensor.dtype != dtype or tensor.shape != exact.shape:
         raise Rejected(f"{name} is {tensor.dtype}{list(tensor.shape)}, not {dtype}{list(exact.shape)}")
-    bad = ~torch.isfinite(tensor) & torch.isfinite(exact)
+    bad = ~torch.isfinite(tensor)
+    if not sizes.finite:
+        bad &= torch.isfinite(exact)
     if bool(bad.any()):
         index = tuple(bad.nonzero()[0].tolist())
         raise Rejected(f"{name} is {tensor[index].item()} at {list(index)} ({where})")
@@ -120,7 +170,7 @@ def judge(name: str, tensor: torch.Tensor, standard: Standard) -> Errors:
             raise Rejected(
                 f"{name}: flushes denormal numbers to zero in row {int(flushed.nonzero()[0])} ({where})"
             )
-    errors = errors_of(tensor, exact, whole=standard.whole)
+    errors = errors_of(tensor, exact, sizes)
     for norm in _NORMS:
         mine = getattr(errors, norm)
         while not mine <= standard.allowed(name, norm):
@@ -136,39 +186,25 @@ def judge(name: str, tensor: torch.Tensor, standard: Standard) -> Errors:
     return errors
 
 
-def errors_of(got: torch.Tensor, exact: torch.Tensor, *, whole: bool = False) -> Errors:
-    """Distances over the finite elements of `exact`; those within a row are relative to its largest element,
-    or with `whole` to the root mean square of the tensor where that is larger."""
+def errors_of(got: torch.Tensor, exact: torch.Tensor, sizes: Sizes | None = None) -> Errors:
+    """Distances over the finite elements of `exact`, whose `sizes` may be given; those within a row are
+    relative to the row's."""
     if exact.numel() == 0:
         return Errors(0.0, 0.0, 0.0)
-    got, exact = _rows(got), _rows(exact)
-    # All is divided by the peak, so that squares stay finite.
-    peak = exact.abs().nan_to_num(0.0, 0.0, 0.0).max().item() or 1.0
-    step = max(1, _PIECE // max(exact.shape[1], 1))
-    least = max(1e-6, _rms(exact, peak)) if whole else 1e-6
-    worst, square, norm, along = 0.0, 0.0, 0.0, 0.0
-    for start in range(0, exact.shape[0], step):
-        want = exact[start : start + step]
-        known = torch.isfinite(want)
-        off = ((got[start : start + step].to(want.dtype) - want) / peak).masked_fill(~known, 0)
-        want = (want / peak).masked_fill(~known, 0)
-        scale = want.abs().amax(1).clamp(min=least)
-        worst = max(worst, (off.abs().amax(1) / scale).max().item())
-        square += off.abs().square().sum().item()
-        norm += want.abs().square().sum().item()
-        along += (off * want.conj()).sum().real.item()
-    norm = norm or 1.0
+    sizes = sizes or Sizes.of(exact)
+    worst = square = along = 0.0
+    pieces = zip(*map(_pieces, (_rows(got), _rows(exact))), strict=True)
+    for (mine, want), scale in zip(pieces, sizes.rows.split(_step(_rows(exact))), strict=True):
+        off, known = (mine.to(want.dtype) - want).div_(sizes.peak), want
+        if not sizes.finite:
+            unknown = ~torch.isfinite(want)
+            off, known = off.masked_fill_(unknown, 0), want.masked_fill(unknown, 0)
+        size = off.abs()
+        found = (size.amax(1) / scale).max(), size.square().sum(), (off * known.conj()).sum().real
+        largest, squares, product = torch.stack(found).tolist()
+        worst, square, along = max(worst, largest), square + squares, along + product / sizes.peak
+    norm = sizes.squares or 1.0
     return Errors(worst, (square / norm) ** 0.5, abs(along) / norm)
-
-
-def _rms(exact: torch.Tensor, peak: float) -> float:
-    """The root mean square of the finite elements, in units of `peak`."""
-    finite = torch.isfinite(exact)
-    squares = sum(
-        (piece.abs() / peak).nan_to_num(0.0, 0.0, 0.0).square().sum().item()
-        for piece in exact.reshape(-1).split(_PIECE)
-    )
-    return math.sqrt(squares / max(1, int(finite.sum())))
 
 
 def denormal_rows(tensor: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
@@ -178,18 +214,13 @@ def denormal_rows(tensor: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     return tensor.any(1) & (tensor.abs().amax(1) < limit) & (exact.abs().amax(1) < limit)
 
 
-def _evenness(exact: torch.Tensor) -> float:
-    """How many elements of equal size would average out errors as well: (sum x^2)^2 / sum x^4, at least 1.
+def _pieces(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Some rows at a time."""
+    return rows.split(_step(rows))  # type: ignore[no-any-return]
 
-    The gain is an average of the elements' relative errors weighted by x^2, and one loud element its own.
-    """
-    peak = exact.abs().nan_to_num(0.0, 0.0, 0.0).max().item() if exact.numel() else 0.0
-    squares = fourths = 0.0
-    for piece in exact.reshape(-1).split(_PIECE):
-        power = (piece.abs() / (peak or 1.0)).nan_to_num(0.0, 0.0, 0.0).square()
-        squares += power.sum().item()
-        fourths += power.square().sum().item()
-    return max(squares * squares / (fourths or 1.0), 1.0)
+
+def _step(rows: torch.Tensor) -> int:
+    return max(1, _PIECE // max(rows.shape[1], 1))
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

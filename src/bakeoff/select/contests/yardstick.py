@@ -14,7 +14,7 @@ from bakeoff.select.contests.conduct import Traits
 from bakeoff.select.contests.copies import Copies, tensors_in
 from bakeoff.select.contests.draw import cotangent, inputs, nudged, shrunk
 from bakeoff.select.contests.exact import each, exact_results
-from bakeoff.select.contests.judge import FURTHER, Errors, Standard, denormal_rows, errors_of
+from bakeoff.select.contests.judge import FURTHER, Errors, Sizes, Standard, denormal_rows, errors_of
 from bakeoff.select.contests.kin import kin_of
 from bakeoff.select.contests.results import outputs_of, results, wants_grad
 from bakeoff.select.declare.case import Case
@@ -136,7 +136,8 @@ def _yardstick(
     for name, tensor in got.items():
         near = (exact[name] * _MARGIN).to(tensor.dtype)
         exact[name] = exact[name].masked_fill(~(torch.isfinite(tensor) & torch.isfinite(near)), math.nan)
-    eager = {name: errors_of(got[name], exact[name], whole=op.averages) for name in got}
+    sizes = {name: Sizes.of(tensor, whole=op.averages) for name, tensor in exact.items()}
+    eager = {name: errors_of(got[name], exact[name], sizes[name]) for name in got}
     if any(t.dtype == torch.float64 for t in tensors_in(args)):
         eager = _float64_errors(op, args, cotangents, names, exact, eager)
     most = max((dy.numel() for dy in cotangents), default=0)
@@ -144,6 +145,7 @@ def _yardstick(
     return Yardstick(
         where=where,
         exact=exact,
+        sizes=sizes,
         dtypes={name: tensor.dtype for name, tensor in got.items()},
         eager=eager,
         terms={name: max(1.0, most / max(tensor.numel(), 1)) for name, tensor in got.items()},
@@ -196,7 +198,7 @@ def _float64_errors(
     got = results(outputs, narrow, dys, names) | (copies.new_values() if copies else {})
     for name, tensor in got.items():
         known = exact[name].masked_fill(~torch.isfinite(tensor), math.nan)
-        errors = errors_of(tensor, known, whole=op.averages)
+        errors = errors_of(tensor, known, Sizes.of(known, whole=op.averages))
         eager[name] = eager[name].larger(Errors(*(ratio * e for e in msgspec.structs.astuple(errors))))
     return eager
 
