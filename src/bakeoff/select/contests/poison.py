@@ -115,8 +115,8 @@ def fresh_version() -> int:
 def unchanged(copy: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether a `fenced` copy still holds what `original` does, bit for bit, between intact fences."""
     held, first = _bytes(copy), _first(copy, original)
-    fences = bool((held[:first] == NAN).all() and (held[-first:] == NAN).all())
-    return fences and torch.equal(held[first:-first], _bytes(original))
+    fences = (held[:first] == NAN).all() & (held[-first:] == NAN).all()
+    return bool(fences) and torch.equal(held[first:-first], _bytes(original))
 
 
 def written_inside(copy: torch.Tensor, original: torch.Tensor) -> bool:
