@@ -65,7 +65,9 @@ class Group(Command, click.Group):
         except Exception as error:
             if ctx.find_root().params.get("debug") or not _expected(error):
                 raise
-            raise click.ClickException(_said(error)) from error
+            failure = click.ClickException(_said(error))
+            failure.exit_code = getattr(error, "exit_status", 1)
+            raise failure from error
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
         try:
