@@ -29,8 +29,8 @@ def configured(
     out: Path | None = None,
     resume: str | None = None,
 ) -> Config:
-    """The configuration that ``[RECIPE] [KEY=VALUE]...`` and the options ask for. Raises ConfigError, of which
-    SettingError is wrong usage."""
+    """The configuration that ``[RECIPE] [KEY=VALUE]...`` and the options ask for. Raises ConfigError:
+    SettingError for wrong usage."""
     named = bool(words) and "=" not in words[0]
     overrides = list(words[1:] if named else words)
     for key, value in (("data.path", data), ("train.run_dir", out), ("train.resume", resume)):

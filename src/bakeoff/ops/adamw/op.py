@@ -110,7 +110,7 @@ check_lists = Arguments(
 
 
 def check_hyper(lr: Any, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
-    """Raises ValueError for a setting outside its range, TypeError for True or False; a tensor `lr` is not read."""
+    """Raises ValueError for a setting outside its range, TypeError for a flag; a tensor `lr` is not read."""
     lr = 0.0 if isinstance(lr, Tensor | TensorMeta) else lr
     for name, value, top in (
         ("lr", lr, math.inf), ("beta1", beta1, 1.0), ("beta2", beta2, 1.0),

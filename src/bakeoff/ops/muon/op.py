@@ -61,7 +61,7 @@ def muon_case(
 
 
 def check_settings(lr: Any, momentum_decay: float, weight_decay: float, steps: int, scale: str) -> None:
-    """Raises ValueError for a setting outside its range, TypeError for True or False; a tensor `lr` is not read."""
+    """Raises ValueError for a setting outside its range, TypeError for a flag; a tensor `lr` is not read."""
     lr = 0.0 if isinstance(lr, Tensor | TensorMeta) else lr
     for name, value, top in (
         ("lr", lr, math.inf), ("momentum_decay", momentum_decay, 1.0),

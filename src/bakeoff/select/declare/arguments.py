@@ -173,7 +173,7 @@ class Tensors(Rule):
 
 
 def refuse_flag(op: str, name: str, value: object) -> None:
-    """Raises TypeError for True or False in place of a number: in Python they are 1 and 0, kernels take none."""
+    """Raises TypeError for True or False in place of a number, which they are in Python, not in kernels."""
     if isinstance(value, bool):
         raise TypeError(f"{op}: {name} is {value}, expected a number")
 
