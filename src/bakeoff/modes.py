@@ -1,8 +1,11 @@
-"""Dispatch modes: which of them look at calls, and a kind that torch.compile stays out of."""
+"""Dispatch modes: which of them look at calls, caches that know of them, a kind without torch.compile."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 try:
@@ -10,7 +13,9 @@ try:
 except ImportError:  # a version of PyTorch that has no such functions
     set_code_exec_strategy = None  # type: ignore[assignment]
 
-__all__ = ["UntracedMode", "watched"]
+__all__ = ["UntracedMode", "kept_tensors", "watched"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def watched() -> bool:
@@ -23,6 +28,36 @@ def watched() -> bool:
         mode.is_infra_mode() or not mode.ignore_compile_internals()
         for mode in _get_current_dispatch_mode_stack()
     )
+
+
+def kept_tensors(maxsize: int) -> Callable[[Function], Function]:
+    """functools.lru_cache for functions that make tensors, which then serve every later call.
+
+    What is made while a mode, a transform or a trace looks on may be of their kind, as fake tensors are, and
+    is not kept. Tensors of inference mode, which autograd refuses, are never made.
+    """
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def made(*args: Any) -> Any:
+            with torch.inference_mode(False):
+                return function(*args)
+
+        kept = lru_cache(maxsize)(made)
+
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            looked_at = (
+                is_compiling()
+                or watched()
+                or torch._C._are_functorch_transforms_active()
+                or torch._C._get_tracing_state() is not None
+            )
+            return made(*args) if looked_at else kept(*args)
+
+        return cast("Function", call)
+
+    return decorate
 
 
 class UntracedMode(TorchDispatchMode):

@@ -145,6 +145,8 @@ SAME = torch.rand(3)
         ({"exp_avg": [torch.ones(3).to(torch.float8_e5m2)] * 2}, "exp_avg are torch.float8_e5m2"),
         ({"beta1": 1.0}, "beta1"),
         ({"lr": None}, r"lr must be in \[0, inf\), got None"),
+        ({"lr": True}, "lr is True, expected a number"),
+        ({"weight_decay": False}, "weight_decay is False, expected a number"),
         ({"eps": "x"}, r"eps must be in \[0, inf\), got 'x'"),
         ({"exp_avg": [torch.rand(1).expand(3), torch.rand(3)]}, r"exp_avg\[0\] is expanded"),
         ({"params": [torch.rand(3), torch.rand(1).expand(3)]}, r"params\[1\] is expanded"),
@@ -176,6 +178,8 @@ def test_global_norm(dtype: torch.dtype) -> None:
         global_norm([grads[0], None])  # type: ignore[list-item]
     with pytest.raises(TypeError, match=r"global_norm: grads are torch\.int64"):
         global_norm([torch.ones(3, dtype=torch.int64)])
+    with pytest.raises(TypeError, match="global_norm: max_norm is True, expected a number"):
+        NORM.check(norm_case(2, 8, "cpu", dtype).replace(max_norm=True))
     with pytest.raises(bakeoff.Unsupported, match="runs on CUDA"):
         global_norm(grads, impl="triton")
 

@@ -97,6 +97,16 @@ def test_values_that_are_no_symbols(name: str) -> None:
     assert model(ids * 0, (ids * 0).index_fill(1, torch.tensor([2]), -100))[1].isfinite()
 
 
+def test_bytes_that_are_no_targets_of_a_small_vocabulary() -> None:
+    """In uint8 -100 is 156, which then counts."""
+    model = models.build(llm_med.Config(d_model=16, layers=1, heads=2, max_seq_len=8, vocab=100))
+    ids = torch.zeros(1, 4, dtype=torch.uint8)
+    for wrong in (100, 156):
+        with refuses(IndexError, f"targets hold {wrong}: this model takes 0 to 99"):
+            model(ids, ids + wrong)
+    assert model(ids, ids + 99)[1].isfinite()
+
+
 @EVERY
 def test_no_rows_and_other_dtypes(name: str) -> None:
     model, ids = model_of(name)

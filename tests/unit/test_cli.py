@@ -156,25 +156,17 @@ def test_wrong_usage_is_2(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "lm-med"], "did you mean 'llm-med'"),
-        (["train", "llm-med-tiny", "train.stepz=3"], "did you mean train.steps"),
-        (["train", "train.steps=many"], "train.steps: expected int, got 'many'"),
-        (["train", "llm-med-tiny", "steps"], "has no '='"),
         (["train", "--config", "absent.toml"], "absent.toml"),
         (["train", *UNTUNED, "select.rms_norm=cobol"], "no candidate 'cobol'; it has eager"),
-        (["train", *UNTUNED, "select.rms_norn=eager"], "did you mean select.rms_norm"),
         (["train", *UNTUNED, "select.policy=tabel"], "did you mean 'table'"),
         (["train", *UNTUNED, "--data", "absent.txt"], "can't read absent.txt"),
         (["train", *UNTUNED, "--data", ""], "data.path is empty: set it to a file or folder"),
         (["train", *UNTUNED, "--data", "~nosuchuser/x"], "write the path out. Set data.path to a file"),
         (["train", *UNTUNED, "--out", "~nosuchuser/x"], "train.run_dir=~nosuchuser/x can't be used"),
         (["train", *UNTUNED, "--resume", "~nosuchuser/x"], "train.resume=~nosuchuser/x can't be used"),
-        (["train", *UNTUNED, "train.seed=99999999999999999999999"], "train.seed: expected int <= 9223372036"),
-        (["train", "optim.lr=inf", "--print-config"], "optim: lr=inf must be a finite number"),
         (["train", *UNTUNED, "--resume", "absent"], "absent holds no checkpoint"),
         (["train", *UNTUNED, "train.device=warp"], "use auto, cpu, cuda"),
         (["tune", "llm-med-tiny", "--data", "absent.txt"], "can't read absent.txt"),
-        (["tune", "llm-med-huge"], "There are llm-med, "),
         (["explain", "rms_nrom"], "did you mean 'rms_norm'"),
         (["explain", "rms_norm"], "rms_norm needs x, too: write a tensor as x=bf16[8192,4096]"),
         (["explain", "rms_norm", "x=fp32[4,8]", "y=1"], "no argument 'y'; it has x, weight"),
@@ -214,6 +206,31 @@ def test_errors_name_the_fix(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "lm-med"], "did you mean 'llm-med'"),
+        (["train", "llm-med-tiny", "train.stepz=3"], "did you mean train.steps"),
+        (["train", "train.steps=many"], "train.steps: expected int, got 'many'"),
+        (["train", "llm-med-tiny", "steps"], "has no '='"),
+        (["train", *UNTUNED, "select.rms_norn=eager"], "did you mean select.rms_norm"),
+        (["train", *UNTUNED, "train.seed=99999999999999999999999"], "train.seed: expected int <= 9223372036"),
+        (["train", "optim.lr=inf", "--print-config"], "optim: lr=inf must be a finite number"),
+        (["tune", "llm-med-huge"], "There are llm-med, "),
+        (["train", "llm-med-tiny", "model.nope=1"], "Error: unknown key 'model.nope'"),
+        (["train", "--out", "a", "train.run_dir=b"], "train.run_dir and --out set the same: leave one"),
+        (["compare", "--steps", "2", "--device", "cpu", "data.nope=1"], "unknown key 'data.nope'"),
+    ],
+)
+def test_settings_that_do_not_exist_are_wrong_usage(arguments: list[str], message: str) -> None:
+    done = cli(*arguments)
+    assert done.exit_code == 2, done.output
+    assert message in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line]
+    assert line.startswith("Error: ")
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [(b"", "holds no bytes"), (b"too short", "need at least 33 there"), (None, "neither a file nor")],
 )
@@ -235,7 +252,6 @@ def test_bad_data(tmp_path: Path, content: bytes | None, message: str) -> None:
     ("arguments", "status", "message"),
     [
         (["train", "--out", ""], 2, "'--out': it is empty: give a path, . for the folder here"),
-        (["train", "--out", "a", "train.run_dir=b"], 1, "train.run_dir and --out set the same: leave one"),
         (["train", "--config", "none"], 1, "can't read the configuration none: No such file or directory"),
         (["explain", "runs/none"], 1, "there is no folder runs/none: give the one that bakeoff train"),
         (["compare", "--model", "", "--steps", "2"], 1, "--model is empty: give it a recipe"),

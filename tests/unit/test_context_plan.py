@@ -2,12 +2,16 @@
 
 import itertools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of, seen_in
 from bakeoff.parallel import borders, context_plan
@@ -21,6 +25,8 @@ from bakeoff.parallel.exchange import (
     number_needed,
     own_blocks,
 )
+from bakeoff.parallel.peers import local_places, places_of
+from bakeoff.parallel.rows import handed_rows, own_rows, remote_rows
 
 
 @st.composite
@@ -224,3 +230,43 @@ def test_bad_plans() -> None:
 def test_patterns_are_those_of_the_op() -> None:
     """A change of theirs must not pass by here."""
     assert pattern_of((4, 8), (1, 2), "mod", 3) == Pattern((4, 8), (1, 2), ((0, 0, 0), (0, 1, 0)))
+
+
+def _grad(make: Callable[[], Any]) -> None:
+    torch.func.grad(lambda x: (make(), x)[1])(torch.tensor(1.0))
+
+
+def _within(context: Any) -> Callable[[Callable[[], Any]], None]:
+    def run(make: Callable[[], Any]) -> None:
+        with context():
+            make()
+
+    return run
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    if isinstance(found, Tensor):
+        return [found]
+    return [t for part in found for t in _tensors(part)] if isinstance(found, tuple) else []
+
+
+@pytest.mark.parametrize("make", [own_rows, remote_rows, handed_rows, places_of, local_places])
+@pytest.mark.parametrize(
+    ("tokens", "first"),
+    [(64, _within(FakeTensorMode)), (66, _within(torch.inference_mode)), (68, _grad)],
+    ids=["fake", "inference", "grad"],
+)
+def test_tables_do_not_depend_on_who_asked_first(
+    make: Any, tokens: int, first: Callable[[Callable[[], Any]], None]
+) -> None:
+    """Kept for all calls, they are plain tensors, also where the first one was watched by a mode."""
+    layout = balanced(Layout(pattern_of([16, 64], [1, 2], "mod", 2), (0, 40, tokens), (0, tokens), True))
+    arguments = (layout, 1, *(() if make is own_rows else (0,)), torch.device("cpu"))
+    first(lambda: make(*arguments))
+    found = _tensors(make(*arguments))
+    assert found
+    for t in found:
+        assert type(t) is Tensor
+        assert not t.is_inference()
+        assert not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    assert all(a is b for a, b in zip(found, _tensors(make(*arguments)), strict=True))

@@ -19,12 +19,14 @@ ROWS: dict[str, Any] = {"d_model": 16, "layers": 2, "heads": 2, "max_seq_len": 2
 CONFIGS: dict[str, Any] = {
     "llm-med": llm_med.Config(**ROWS),
     "llm-med, own head": llm_med.Config(**ROWS, tie=False),
+    "llm-med, own head, capped": llm_med.Config(**ROWS, tie=False, logit_cap=2.0),
     "llm-med, capped": llm_med.Config(**ROWS, logit_cap=2.0),
     "llm-med, a larger vocabulary": llm_med.Config(**ROWS, vocab=261, kv_heads=1),
     "byte-spectral": byte_spectral.Config(**ROWS),
     "byte-spectral, rows": byte_spectral.Config(**ROWS, bidirectional=True, classes=5),
     **{name: titan_mac.Config(**ROWS, variant=name, segment=8, chunk=4) for name in ("mac", "mag", "lmm")},
     "longnet": longnet.Config(**ROWS, segments=(8, 16), rates=(1, 2)),
+    "longnet, own head": longnet.Config(**ROWS, segments=(8, 16), rates=(1, 2), tie=False),
 }
 EVERY = pytest.mark.parametrize("name", CONFIGS)
 CANDIDATES = pytest.mark.parametrize("candidate", ["eager", "chunked"])
@@ -142,6 +144,85 @@ def test_losses_of_parts_of_rows_have_the_rows_loss_as_mean(dtype: torch.dtype) 
     for model.rank in range(3):
         losses.append(model._loss(x[:, 4 * model.rank : 4 * model.rank + 4], targets))
     torch.testing.assert_close(torch.stack(losses).mean(), whole)
+
+
+class Adapted(nn.Module):
+    """A head with a product of two small matrices beside it, as adapters have."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.base = head
+        self.low = nn.Sequential(nn.Linear(16, 2, bias=False), nn.Linear(2, 256, bias=False))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.base(x) + self.low(x)
+        return logits
+
+
+def _biased(head: nn.Linear) -> nn.Module:
+    head.bias = nn.Parameter(torch.randn(256))
+    return head
+
+
+def _forwarded(head: nn.Linear) -> nn.Module:
+    own = head.forward
+    head.forward = lambda x: 3 * own(x)  # type: ignore[method-assign]
+    return head
+
+
+def _hooked(head: nn.Linear) -> nn.Module:
+    head.register_forward_hook(lambda module, given, logits: 3 * logits)
+    return head
+
+
+def _hooked_before(head: nn.Linear) -> nn.Module:
+    head.register_forward_pre_hook(lambda module, given: (3 * given[0],))
+    return head
+
+
+HEADS: dict[str, Any] = {
+    "an adapter": Adapted,
+    "layers": lambda head: nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 256)),
+    "a bias": _biased,
+    "another forward": _forwarded,
+    "a hook": _hooked,
+    "a hook before": _hooked_before,
+    "a parametrization": nn.utils.parametrizations.weight_norm,
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", ["llm-med, own head", "llm-med, own head, capped", "longnet, own head"])
+def test_a_head_of_another_kind_is_called(head: str, name: str) -> None:
+    """Only what is a product with a weight and no more is left to the op."""
+    model, (ids, targets) = model_of(name, torch.float64), batch_of(name)
+    x = model._hidden(ids, None)
+    before = model.head(x)
+    model.head = HEADS[head](model.head).double()
+    after = model.head(x)
+    assert torch.equal(before, after) == (head == "a parametrization")
+    if model.softcap is not None:
+        after = model.softcap * torch.tanh(after / model.softcap)
+    torch.testing.assert_close(model(ids)[0], after)
+    want = with_gradients(model, F.cross_entropy(after.flatten(0, -2), targets.flatten()))
+    with recording() as recorded:
+        loss = model(ids, targets)[1]
+    torch.testing.assert_close(with_gradients(model, loss), want)
+    calls = [op.name for op, _ in recorded.values()]
+    assert ("linear_cross_entropy" in calls) == (head == "a parametrization")
+    assert model(ids, torch.full_like(targets, -100))[1].isnan()
+
+
+def test_hooks_on_the_way_back_through_a_head() -> None:
+    model, (ids, targets), seen = model_of("llm-med, own head"), batch_of("llm-med, own head"), []
+    model.head.register_full_backward_pre_hook(lambda module, arriving: seen.append("before"))
+    model.head.register_full_backward_hook(lambda module, made, arriving: seen.append("after"))
+    model(ids, targets)[1].backward()
+    assert seen == ["before", "after"]
 
 
 @EVERY

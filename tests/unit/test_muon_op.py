@@ -232,6 +232,8 @@ def test_laws(rows: int, columns: int, log: int) -> None:
         ({"momentum": [torch.rand(1, 3).expand(3, 3)] * 2}, r"momentum\[0\] is expanded"),
         ({"params": [torch.rand(3, 3)] * 2}, r"params\[1\] lies in the memory of params\[0\]"),
         ({"momentum_decay": 1.0}, r"momentum_decay must be in \[0, 1\), got 1.0"),
+        ({"lr": True}, "lr is True, expected a number"),
+        ({"momentum_decay": False}, "momentum_decay is False, expected a number"),
         ({"lr": None}, r"lr must be in \[0, inf\), got None"),
         ({"steps": 0}, "steps must be a whole number from 1 to 100, got 0"),
         ({"steps": 5.0}, "steps must be a whole number"),

@@ -1,7 +1,7 @@
 """What all models have in common: a layer, the loss, and how language models take rows and pieces of rows."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +82,17 @@ class Layers(HasRotaryTables, StartsAnew):
         return y
 
 
+def _multiplies_alone(head: nn.Module) -> bool:
+    """Whether a call of this module is a product with its weight and nothing else: a plain nn.Linear, maybe
+    with a parametrization; not another layer in its place, nor one with hooks."""
+    return (
+        getattr(head.forward, "__func__", None) is nn.Linear.forward
+        and getattr(head, "bias", None) is None
+        and not (head._forward_hooks or head._forward_pre_hooks)
+        and not (head._backward_hooks or head._backward_pre_hooks)
+    )
+
+
 class LanguageModel(Generates, Layers):
     """Base of the causal models over symbols. One has an `embed` and a `head` (None: the embedding's weight),
     too, and says what goes from the one to the other."""
@@ -157,18 +168,30 @@ class LanguageModel(Generates, Layers):
         """What the head multiplies, [B, T, D] of ids [B, T] behind what `cache` holds."""
         raise NotImplementedError
 
-    def _head_weight(self) -> Tensor:
-        """[V, D]"""
-        return self.embed.weight if self.head is None else self.head.weight
+    def _head_weight(self) -> Tensor | None:
+        """[V, D]; None where logits are more than a product with it, which the head's own forward makes."""
+        if self.head is None:
+            return self.embed.weight
+        return self.head.weight if _multiplies_alone(self.head) else None
 
     def _logits(self, x: Tensor) -> Tensor:
         """[..., V] of what `_hidden` gives."""
-        logits, cap = F.linear(x, self._head_weight()), self.softcap
+        logits = F.linear(x, self.embed.weight) if self.head is None else self.head(x)
+        cap = self.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
+    def _cross_entropy(self, x: Tensor, targets: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
+        """Of x's logits, which need not be there all at once; where no target counts it may be nan."""
+        weight = self._head_weight()
+        if weight is not None:
+            return linear_cross_entropy(x, weight, targets, softcap=self.softcap, reduction=reduction)
+        logits = self._logits(x).flatten(0, -2)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets.flatten(), reduction=reduction)
+
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy of x's logits, which need not be there all at once."""
-        loss = linear_cross_entropy(x, self._head_weight(), targets.long(), softcap=self.softcap)
+        """The mean cross entropy."""
+        loss = self._cross_entropy(x, targets.long(), "mean")
         if targets.dtype == torch.uint8:  # which can't be -100
             return loss
         return loss / (targets != -100).any()  # nan where none counts, so that a trainer skips the step

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from bakeoff.modes import kept_tensors
 from bakeoff.parallel.exchange import Layout, handed, needs
 from bakeoff.parallel.watch import RankError, lost_text
 
@@ -182,7 +183,7 @@ class Peers:
         return arrivals
 
 
-@lru_cache(maxsize=256)
+@kept_tensors(maxsize=256)
 def _places(layout: Layout, user: int, owner: int, device: torch.device) -> tuple[Tensor, Tensor]:
     rows = torch.from_numpy(needs(layout, user, owner).rows).to(device)
     return rows // layout.heads, rows % layout.heads
@@ -202,14 +203,14 @@ def _joined(group: dist.ProcessGroup) -> None:
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
 
-@lru_cache(maxsize=256)
+@kept_tensors(maxsize=256)
 def places_of(layout: Layout, user: int, source: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(token, counted from the first that is handed over, head) of the rows that `user` hands to `source`."""
     rows = torch.from_numpy(handed(layout, user, source).rows).to(device)
     return rows // layout.heads, rows % layout.heads
 
 
-@lru_cache(maxsize=256)
+@kept_tensors(maxsize=256)
 def local_places(layout: Layout, user: int, source: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The same with tokens counted from the first of `user`."""
     t, h = places_of(layout, user, source, device)

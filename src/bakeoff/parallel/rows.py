@@ -7,13 +7,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bakeoff.modes import kept_tensors
 from bakeoff.parallel.blocks import Rows
 from bakeoff.parallel.exchange import PAD, Block, Layout, handed, needs, own_blocks
 
 __all__ = ["handed_rows", "own_rows", "remote_rows", "spare_row"]
 
 
-@lru_cache(maxsize=256)
+@kept_tensors(maxsize=256)
 def own_rows(layout: Layout, rank: int, device: torch.device) -> tuple[Rows, ...]:
     """The blocks of a rank with its own keys."""
     first, end = layout.part(rank)
@@ -26,7 +27,7 @@ def own_rows(layout: Layout, rank: int, device: torch.device) -> tuple[Rows, ...
     )
 
 
-@lru_cache(maxsize=256)
+@kept_tensors(maxsize=256)
 def remote_rows(layout: Layout, rank: int, source: int, device: torch.device) -> tuple[Rows, ...]:
     """The blocks of a rank with keys of `source`, as places among the rows that come from there."""
     rows, found = needs(layout, rank, source)
@@ -39,7 +40,7 @@ def remote_rows(layout: Layout, rank: int, source: int, device: torch.device) ->
     return tuple(_rows(layout, layout.part(rank), block, at(block), device) for block in found)
 
 
-@lru_cache(maxsize=256)
+@kept_tensors(maxsize=256)
 def handed_rows(layout: Layout, user: int, rank: int, device: torch.device) -> tuple[Rows, ...]:
     """The blocks that `rank` works on for `user`: queries counted from the first of `Layout.handed_part`, and
     own keys."""

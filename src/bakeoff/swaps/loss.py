@@ -61,7 +61,11 @@ def _unfit(head: Any) -> str | None:
 
 def _hooked(head: Any) -> bool:
     return bool(
-        head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or "forward" in vars(head)
+        head._forward_hooks
+        or head._forward_pre_hooks
+        or head._backward_hooks
+        or head._backward_pre_hooks
+        or "forward" in vars(head)
     )
 
 

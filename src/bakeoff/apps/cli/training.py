@@ -14,7 +14,7 @@ from rich.console import Console
 
 from bakeoff.apps.cli.terminal import console, print_plain
 from bakeoff.apps.outlet import lasting
-from bakeoff.apps.train import Config, ConfigError, Result, recipe, resolve, to_toml, train
+from bakeoff.apps.train import Config, Result, SettingError, recipe, resolve, to_toml, train
 
 __all__ = ["configured", "print_result", "program", "run", "signal_status"]
 
@@ -29,14 +29,15 @@ def configured(
     out: Path | None = None,
     resume: str | None = None,
 ) -> Config:
-    """The configuration that ``[RECIPE] [KEY=VALUE]...`` and the options ask for. Raises ConfigError."""
+    """The configuration that ``[RECIPE] [KEY=VALUE]...`` and the options ask for. Raises ConfigError:
+    SettingError for wrong usage."""
     named = bool(words) and "=" not in words[0]
     overrides = list(words[1:] if named else words)
     for key, value in (("data.path", data), ("train.run_dir", out), ("train.resume", resume)):
         if value is not None:
             if any(word.partition("=")[0].strip() == key for word in overrides):
                 option = {"data.path": "--data", "train.run_dir": "--out", "train.resume": "--resume"}[key]
-                raise ConfigError(f"{key} and {option} set the same: leave one of them out")
+                raise SettingError(f"{key} and {option} set the same: leave one of them out")
             overrides.append(f"{key}={value}")
     return resolve(recipe(words[0] if named else DEFAULT), file, overrides)
 

@@ -1,7 +1,7 @@
 """Training: `train(config)` runs a recipe, `load_run(folder)` gives the trained model back."""
 
 from bakeoff.apps.train.checkpoint import CheckpointError, load_run
-from bakeoff.apps.train.config import Config, ConfigError, resolve, to_toml
+from bakeoff.apps.train.config import Config, ConfigError, SettingError, resolve, to_toml
 from bakeoff.apps.train.data import DataError
 from bakeoff.apps.train.loop import train
 from bakeoff.apps.train.recipes import RECIPES, recipe
@@ -14,6 +14,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "Result",
+    "SettingError",
     "TrainError",
     "load_run",
     "recipe",

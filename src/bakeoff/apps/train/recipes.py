@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from bakeoff.apps.train.config import Config, ConfigError, Optim, Select, Train
+from bakeoff.apps.train.config import Config, Optim, Select, SettingError, Train
 from bakeoff.models import byte_spectral, llm_med, longnet, titan_mac
 
 __all__ = ["RECIPES", "recipe"]
@@ -120,10 +120,10 @@ RECIPES: dict[str, Callable[[], Config]] = {
 
 
 def recipe(name: str) -> Config:
-    """The named recipe's Config. Raises ConfigError, naming the nearest, when there is none."""
+    """The named recipe's Config. Raises SettingError, naming the nearest, when there is none."""
     try:
         return RECIPES[name]()
     except KeyError:
         close = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}? There" if close else "there"
-        raise ConfigError(f"no recipe {name!r}; {hint} are {', '.join(RECIPES)}") from None
+        raise SettingError(f"no recipe {name!r}; {hint} are {', '.join(RECIPES)}") from None

@@ -13,7 +13,6 @@ from bakeoff.models.longnet.attention import Attention, blocks_of
 from bakeoff.models.longnet.cache import Cache
 from bakeoff.models.longnet.shape import Config
 from bakeoff.nn import RMSNorm
-from bakeoff.ops import linear_cross_entropy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -94,7 +93,7 @@ class LongNetLM(LanguageModel):
             return super()._loss(x, targets)
         targets = targets.long()  # in uint8 -100 is 156, which is a byte
         own = targets[:, self._own(targets)]
-        loss = linear_cross_entropy(x, self._head_weight(), own, reduction="sum")
+        loss = self._cross_entropy(x, own, "sum")
         return loss / ((targets != -100).sum() / self.ranks)
 
     def flops_per_token(self, length: int) -> int:

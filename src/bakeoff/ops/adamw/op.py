@@ -14,7 +14,7 @@ from bakeoff.ops.adamw.reference import global_norm as norm_reference
 from bakeoff.ops.adamw.reference import weights_of
 from bakeoff.select import Candidate, Case, Cost, Implementation, ListMeta, Op, TensorMeta, register
 from bakeoff.select.declare.abilities import NATIVE, needs_native
-from bakeoff.select.declare.arguments import Arguments, Dtypes, Tensors
+from bakeoff.select.declare.arguments import Arguments, Dtypes, Tensors, refuse_flag
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_list
 
@@ -110,12 +110,13 @@ check_lists = Arguments(
 
 
 def check_hyper(lr: Any, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
-    """Raises ValueError for a setting outside its range; a tensor `lr` is not read."""
+    """Raises ValueError for a setting outside its range, TypeError for a flag; a tensor `lr` is not read."""
     lr = 0.0 if isinstance(lr, Tensor | TensorMeta) else lr
     for name, value, top in (
         ("lr", lr, math.inf), ("beta1", beta1, 1.0), ("beta2", beta2, 1.0),
         ("eps", eps, math.inf), ("weight_decay", weight_decay, math.inf),
     ):  # fmt: skip
+        refuse_flag("adamw_", name, value)
         if not isinstance(value, int | float) or not 0.0 <= value < top:
             raise ValueError(
                 f"adamw_: {name} must be in [0, {'inf' if top == math.inf else 1}), got {value!r}"
@@ -299,7 +300,11 @@ NORM = Op(
     name="global_norm",
     reference=norm_reference,
     candidates=(_torch("eager", plain.norm), _kernels(_norm_triton)),
-    check=Arguments("global_norm", {"grads": Tensors(REAL)}),
+    check=Arguments(
+        "global_norm",
+        {"grads": Tensors(REAL)},
+        lambda case: refuse_flag("global_norm", "max_norm", case.max_norm),
+    ),
     bucket=lambda case: case.replace(grads=round_list(case.grads), **_NO_LIMITS),
     cost=lambda case: Cost(case.grads.nbytes, 2 * case.grads.numel),
     cases=lambda: [

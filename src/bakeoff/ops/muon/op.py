@@ -12,7 +12,7 @@ from bakeoff.ops.muon.reference import muon as reference
 from bakeoff.ops.muon.settings import SCALES
 from bakeoff.select import Candidate, Case, Cost, Implementation, ListMeta, Op, TensorMeta, register
 from bakeoff.select.declare.abilities import NATIVE, needs_native
-from bakeoff.select.declare.arguments import Arguments, Choice, Dtypes, Flag, Tensors
+from bakeoff.select.declare.arguments import Arguments, Choice, Dtypes, Flag, Tensors, refuse_flag
 from bakeoff.select.declare.compiled import compiler_missing
 from bakeoff.select.declare.key import round_rows
 
@@ -61,12 +61,13 @@ def muon_case(
 
 
 def check_settings(lr: Any, momentum_decay: float, weight_decay: float, steps: int, scale: str) -> None:
-    """Raises ValueError for a setting outside its range; a tensor `lr` is not read."""
+    """Raises ValueError for a setting outside its range, TypeError for a flag; a tensor `lr` is not read."""
     lr = 0.0 if isinstance(lr, Tensor | TensorMeta) else lr
     for name, value, top in (
         ("lr", lr, math.inf), ("momentum_decay", momentum_decay, 1.0),
         ("weight_decay", weight_decay, math.inf),
     ):  # fmt: skip
+        refuse_flag("muon_", name, value)
         if not isinstance(value, int | float) or not 0.0 <= value < top:
             raise ValueError(f"muon_: {name} must be in [0, {'inf' if top > 1 else 1}), got {value!r}")
     if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= 100:

@@ -39,6 +39,7 @@ __all__ = [
     "Rule",
     "Tensor",
     "Tensors",
+    "refuse_flag",
 ]
 
 
@@ -171,6 +172,12 @@ class Tensors(Rule):
             )
 
 
+def refuse_flag(op: str, name: str, value: object) -> None:
+    """Raises TypeError for True or False in place of a number, which they are in Python, not in kernels."""
+    if isinstance(value, bool):
+        raise TypeError(f"{op}: {name} is {value}, expected a number")
+
+
 @dataclass(frozen=True)
 class Number(Rule):
     """A finite number, of at least `least` and below `below`."""
@@ -184,8 +191,7 @@ class Number(Rule):
         value = case.args[name]
         if value is None and self.optional:
             return
-        if isinstance(value, bool):
-            raise TypeError(f"{op}: {name} is {value}, expected a number")  # kernels take no flag for one
+        refuse_flag(op, name, value)
         if not isinstance(value, int | float) or not abs(value) < math.inf:
             raise ValueError(f"{op}: {name} must be a finite number, got {case.said(name)}")
         if value < self.least:

@@ -47,6 +47,10 @@ class WithSettings(Command):
             ) from None
 
 
+class _WrongUsage(click.ClickException):
+    exit_code = 2
+
+
 class Group(Command, click.Group):
     """A group of commands that prints an expected error as one line, which says how to fix it, and ends with
     status 130 after Ctrl-C."""
@@ -65,7 +69,8 @@ class Group(Command, click.Group):
         except Exception as error:
             if ctx.find_root().params.get("debug") or not _expected(error):
                 raise
-            raise click.ClickException(_said(error)) from error
+            kind = _WrongUsage if getattr(error, "wrong_usage", False) else click.ClickException
+            raise kind(_said(error)) from error
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
         try:

@@ -55,7 +55,7 @@ def train(**values: Any) -> None:
     Settings come from the recipe, then the --config file, then KEY=VALUE arguments; the last one counts.
     Ctrl-C finishes the step, saves and measures; the same command with --out goes on from there. SIGTERM and
     SIGHUP do the same. The exit status is 0 where the run came to its end, 128 and the signal's number where
-    a signal ended it (130 for Ctrl-C, 143 for SIGTERM), 1 after an error.
+    a signal ended it (130 for Ctrl-C, 143 for SIGTERM), 1 after an error, 2 for wrong options or settings.
 
     Examples:
       bakeoff train llm-med-tiny

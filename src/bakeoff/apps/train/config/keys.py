@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from bakeoff.apps.train.config.sections import Config, ConfigError, Select
+from bakeoff.apps.train.config.sections import Config, Select, SettingError
 from bakeoff.select import registry
 
 __all__ = ["KIND", "as_table", "key_types", "model_kinds", "named", "section_at", "type_of", "unknown_key"]
@@ -28,16 +28,16 @@ def key_types(section: type) -> dict[str, Any]:
 
 
 def type_of(section: type, key: str, name: str) -> Any:
-    """The type of `key` in `section`; `name` is its full name. Raises ConfigError for an unknown key."""
+    """The type of `key` in `section`; `name` is its full name. Raises SettingError for an unknown key."""
     types = key_types(section)
     if key not in types:
         raise unknown_key(name)
     return types[key]
 
 
-def unknown_key(name: str) -> ConfigError:
+def unknown_key(name: str) -> SettingError:
     """The error for a key that does not exist; it names the nearest that does."""
-    return ConfigError(f"unknown key {name!r}{_suggestion(name)}")
+    return SettingError(f"unknown key {name!r}{_suggestion(name)}")
 
 
 def section_at(key_type: Any, value: object = None) -> Any:
@@ -56,9 +56,9 @@ def model_kinds() -> list[str]:
 
 
 def as_table(value: object, name: str) -> Mapping[str, Any]:
-    """`value` if it is a table. Raises ConfigError, which names the section, for anything else."""
+    """`value` if it is a table. Raises SettingError, which names the section, for anything else."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is a table of keys, got {value!r}: write [{name}] and its keys below")
+        raise SettingError(f"{name} is a table of keys, got {value!r}: write [{name}] and its keys below")
     return value
 
 

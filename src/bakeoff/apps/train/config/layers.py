@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bakeoff.apps.train.config.keys import KIND, as_table, key_types, section_at, type_of, unknown_key
-from bakeoff.apps.train.config.sections import Config, ConfigError, to_tree
+from bakeoff.apps.train.config.sections import Config, ConfigError, SettingError, to_tree
 from bakeoff.apps.train.config.validate import from_tree
 
 __all__ = ["resolve"]
@@ -21,7 +21,8 @@ def resolve(base: Config, file: str | Path | None = None, overrides: Sequence[st
     Of two for one key the last holds; otherwise their order doesn't matter.
 
     Raises:
-        ConfigError: the file can't be read; an unknown key (the message names the nearest); a value of
+        ConfigError: the file can't be read.
+        SettingError: an unknown key (the message names the nearest); a value of
             another type or out of range; settings that contradict each other.
     """
     tree = to_tree(base)
@@ -68,7 +69,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     name, (_, equals, text) = _name(override), override.partition("=")
     text = text.strip()
     if not equals:
-        raise ConfigError(f"override {override!r} has no '=': write KEY=VALUE, such as train.steps=100")
+        raise SettingError(f"override {override!r} has no '=': write KEY=VALUE, such as train.steps=100")
     *path, key = name.split(".")
     section: Any = Config
     table: Any = tree
@@ -79,7 +80,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
             raise unknown_key(name)
     key_type = type_of(section, key, name)
     if inner := section_at(key_type):
-        raise ConfigError(
+        raise SettingError(
             f"{name} is a table of keys: set one of them, such as {name}.{next(iter(key_types(inner)))}=..."
         )
     if path and key == KIND and table.get(KIND) != text:

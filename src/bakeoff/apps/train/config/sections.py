@@ -20,6 +20,7 @@ __all__ = [
     "Optim",
     "Parallel",
     "Select",
+    "SettingError",
     "Train",
     "to_toml",
     "to_tree",
@@ -33,6 +34,13 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 class ConfigError(BakeoffError, ValueError):
     """A key that does not exist, a value of the wrong type, or settings that contradict each other."""
+
+
+class SettingError(ConfigError):
+    """A recipe or key that does not exist, or a value that can't be: a command was used wrongly."""
+
+    wrong_usage = True
+    """So that a command ends with status 2."""
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +98,7 @@ class Optim(Section, frozen=True):
     min_lr: Annotated[float, Meta(ge=0, le=1)] = 0.1
     """Share of `lr` left at the end."""
     warmup: Annotated[float, Meta(ge=0, lt=1)] = 0.02
-    """Share of the run in which the rate climbs from 0 to `lr`."""
+    """Share of the run in which the rate climbs from 0, that of the first step, to `lr`."""
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
     eps: Annotated[float, Meta(gt=0)] = 1e-8

@@ -11,14 +11,14 @@ import msgspec
 from msgspec import Meta
 
 from bakeoff.apps.train.config.keys import KIND, as_table, key_types, model_kinds, section_at, type_of
-from bakeoff.apps.train.config.sections import Config, ConfigError, Select, to_tree
+from bakeoff.apps.train.config.sections import Config, Select, SettingError, to_tree
 from bakeoff.select import registry
 
 __all__ = ["from_saved", "from_tree"]
 
 
 def from_tree(tree: Mapping[str, Any]) -> Config:
-    """A Config of nested plain values, as TOML gives them. Raises ConfigError."""
+    """A Config of nested plain values, as TOML gives them. Raises SettingError."""
     config: Config = _section(Config, tree, "")
     return config
 
@@ -27,7 +27,7 @@ def from_saved(tree: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """The Config that a run saved, possibly by another version, and what differs, in words: keys that no
     longer exist, which are left out, and keys that were not there yet, which take their defaults.
 
-    Raises ConfigError for values that this version can't take.
+    Raises SettingError for values that this version can't take.
     """
     known, unknown, missing = _known_keys(tree, Config, "")
     notes = [f"unknown {name} is left out" for name in unknown]
@@ -57,7 +57,7 @@ def _section(section: type, table: Mapping[str, Any], name: str) -> Any:
     try:
         return section(**values)
     except ValueError as error:
-        raise ConfigError(f"{name}: {error}" if name else str(error)) from None
+        raise SettingError(f"{name}: {error}" if name else str(error)) from None
 
 
 def _chosen(key_type: Any, table: Mapping[str, Any], name: str) -> type:
@@ -65,19 +65,19 @@ def _chosen(key_type: Any, table: Mapping[str, Any], name: str) -> type:
     if typing.get_args(key_type):
         kinds = ", ".join(model_kinds())
         if KIND not in table:
-            raise ConfigError(f"{name}.{KIND} is missing; there are {kinds}")
+            raise SettingError(f"{name}.{KIND} is missing; there are {kinds}")
         if table[KIND] not in model_kinds():
-            raise ConfigError(f"{name}.{KIND}: {table[KIND]!r} is not a model; there are {kinds}")
+            raise SettingError(f"{name}.{KIND}: {table[KIND]!r} is not a model; there are {kinds}")
     section: type = section_at(key_type, table)
     return section
 
 
 def _value(key_type: Any, value: object, name: str) -> Any:
-    """`value` as the type of its key: an int may stand for a float. Raises ConfigError."""
+    """`value` as the type of its key: an int may stand for a float. Raises SettingError."""
     try:
         return msgspec.convert(value, key_type)
     except msgspec.ValidationError:
-        raise ConfigError(f"{name}: expected {_expected(key_type, value)}, got {value!r}") from None
+        raise SettingError(f"{name}: expected {_expected(key_type, value)}, got {value!r}") from None
 
 
 _BOUNDS = (
