@@ -13,7 +13,7 @@ from bakeoff.ops.adamw.group import Guard, Hyper, join, split
 from bakeoff.ops.adamw.op import OP, REAL, check_hyper
 from bakeoff.ops.adamw.update import guard, take_step
 from bakeoff.optim.groups import Lists, ParamGroup
-from bakeoff.optim.sharding import norms_over, shards_over
+from bakeoff.optim.sharding import Exchange, exchange_of
 from bakeoff.select import TensorList
 
 __all__ = ["AdamW"]
@@ -48,7 +48,8 @@ class AdamW(Optimizer):
         capturable: accepted for torch's sake; every step is.
         max_grad_norm: gradients whose global norm (over all groups) is larger are scaled down to it, as by
             torch.nn.utils.clip_grad_norm_, but without another pass that writes them. Where parameters are
-            shards (DTensors), it is the norm over all ranks, which must take the step together.
+            shards (DTensors), it is the norm over all ranks, which must take the step together. What every
+            rank holds whole counts once; its gradients must be equal on all ranks.
         skip_nonfinite: a step whose global norm is not finite changes nothing, ``step`` included, and
             advances `skipped`. Not with foreach or compiled, which can't skip on the device.
         master_weights: None; ``"float32"``: keeps a float32 copy of each 16-bit parameter and float32 moments
@@ -227,10 +228,10 @@ class AdamW(Optimizer):
                 self.param_groups[i] = self._adopted(plain)
         groups: list[Any] = self.param_groups
         found: list[Any] = [(group, lists) for group in groups for lists in self._lists(group)]
-        if not found:
-            return loss
+        if not found and not any(any(group.shardings) for group in groups):
+            return loss  # of shards other ranks may have gradients, and wait for this one
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        judged = self._judge([lists.group.grads for _, lists in found], scale, found_inf)
+        judged = self._judge([lists for _, lists in found], scale, found_inf)
         steps = []
         for group, lists in found:
             device = lists.group.params.device
@@ -257,11 +258,14 @@ class AdamW(Optimizer):
         for _, lists, how in steps:
             take_step(lists.group, how, self.impl, overlapping=lists.overlapping)
 
-    def _judge(self, grads: list[Any], scale: Tensor | None, found_inf: Tensor | None) -> Guard | None:
+    def _judge(self, found: list[Any], scale: Tensor | None, found_inf: Tensor | None) -> Guard | None:
         """The norm of all gradients and what follows from it, where anything does."""
         if self.max_grad_norm is None and not self.skip_nonfinite:
             return None
-        devices = {listed.device for listed in grads}
+        over = self._exchange()
+        if not found and over is None:
+            return None
+        devices = {lists.group.grads.device for lists in found} or self._devices()
         if len(devices) > 1:
             raise ValueError(
                 f"AdamW: max_grad_norm and skip_nonfinite need all gradients on one device, got "
@@ -270,22 +274,23 @@ class AdamW(Optimizer):
         (device,) = devices
         if self.skipped is None or self.skipped.device != device:
             self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        by_dtype: dict[torch.dtype, list[TensorList]] = {}
-        for listed in grads:
-            by_dtype.setdefault(listed.meta.dtype, []).append(listed)
-        joined = [TensorList.joined(lists) for lists in by_dtype.values()]
-        groups: list[Any] = self.param_groups
-        over = shards_over([kind for group in groups for kind in group.shardings], type(self).__name__)
-        judged = guard(
-            joined if over is None else [norms_over(over, joined)],
-            self.max_grad_norm,
-            self.skip_nonfinite,
-            _at(found_inf, device),
-            _at(scale, device),
-            self.skipped,
-        )
+        found_inf, scale = _at(found_inf, device), _at(scale, device)
+        if over is None:
+            judging = _joined([lists.group.grads for lists in found])
+        else:
+            norms, found_inf = over.norms(_norm_of(found, over, device), found_inf)
+            judging = [norms]
+        judged = guard(judging, self.max_grad_norm, self.skip_nonfinite, found_inf, scale, self.skipped)
         self.grad_norm = judged.norm
         return judged
+
+    def _exchange(self) -> Exchange | None:
+        """Where sums over parameters are added up; None where every rank holds them whole."""
+        groups: list[Any] = self.param_groups
+        return exchange_of((kind for group in groups for kind in group.shardings), type(self).__name__)
+
+    def _devices(self) -> set[torch.device]:
+        return {p.device for group in self.param_groups for p in group["params"]}
 
     def _start(self, params: list[Tensor]) -> None:
         """The state of parameters before their first step; a device's step counters share one allocation."""
@@ -435,3 +440,26 @@ def _check_differentiable(wanted: bool) -> None:
 
 def _at(scalar: Tensor | None, device: torch.device) -> Tensor | None:
     return None if scalar is None else scalar.to(device, non_blocking=True).reshape(())
+
+
+def _joined(grads: list[Any]) -> list[TensorList]:
+    """One list for each dtype."""
+    by_dtype: dict[torch.dtype, list[TensorList]] = {}
+    for listed in grads:
+        by_dtype.setdefault(listed.meta.dtype, []).append(listed)
+    return [TensorList.joined(lists) for lists in by_dtype.values()]
+
+
+def _norm_of(found: list[Lists], over: Exchange, device: torch.device) -> Tensor:
+    """The norm of this rank's gradients, its share of what others hold, too."""
+    by_share: dict[float, list[Any]] = {}
+    for lists in found:
+        by_share.setdefault(over.share(lists.sharding), []).append(lists.group.grads)
+    if not by_share:
+        return torch.zeros((), device=device)
+    norms = {share: guard(_joined(grads)).norm for share, grads in by_share.items()}
+    if list(norms) == [1.0]:
+        return norms[1.0]
+    weighted = torch.stack([norm.double() * share**0.5 for share, norm in norms.items()])
+    own: Tensor = weighted.norm()
+    return own

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bakeoff.ops.adamw.group import Group
 from bakeoff.ops.adamw.update import overlap
-from bakeoff.optim.sharding import Sharding, local, sharding_of
+from bakeoff.optim.sharding import Sharding, local, place_state, placed, sharding_of
 from bakeoff.select import TensorList
 
 __all__ = ["Lists", "ParamGroup"]
@@ -23,6 +23,8 @@ class Lists(NamedTuple):
     overlapping: bool
     owners: Sequence[Tensor] = ()
     """Muon's parameters, where `group` may hold shards of them."""
+    sharding: Sharding | None = None
+    """How the parameters are sharded."""
 
 
 class Part:
@@ -30,9 +32,9 @@ class Part:
     their lists looked at the last step. It holds no tensors, which somebody may want to free between two
     steps."""
 
-    def __init__(self, places: list[int], lists: Lists, keys: list[str], sharded: bool) -> None:
-        self.sharded = sharded
-        """Whether its lists hold shards of what the group holds."""
+    def __init__(self, places: list[int], lists: Lists, keys: list[str]) -> None:
+        self.sharding = lists.sharding
+        """How what the group holds is sharded, where the lists hold shards of it."""
         self.places = places
         """Of the parameters among those that have gradients."""
         self.keys = keys
@@ -44,18 +46,21 @@ class Part:
 
     def again(self, params: list[Any], grads: list[Any], states: list[dict[str, Any]]) -> Lists | None:
         """The lists of this step, if all but the gradients are what they were, where they were."""
-        if self.sharded:
+        if self.sharding is not None:
+            wanted = self.sharding.placements
+            if any(getattr(g, "placements", None) != wanted for g in grads):
+                return None
             params, grads = local(params), local(grads)
         listed = [self.params.same(params), self.grads.alike(grads)]
         if None in listed:
             return None
         for outline, key in zip(self.states, self.keys, strict=True):
             column = [state[key] for state in states]
-            tensors = outline.same(local(column) if self.sharded else column)
+            tensors = outline.same(local(column) if self.sharding is not None else column)
             if tensors is None:
                 return None
             listed.append(tensors)
-        return Lists(Group(*listed), self.overlapping)  # type: ignore[arg-type]
+        return Lists(Group(*listed), self.overlapping, sharding=self.sharding)  # type: ignore[arg-type]
 
 
 class ParamGroup(dict[str, Any]):
@@ -68,7 +73,7 @@ class ParamGroup(dict[str, Any]):
         super().__init__(*args)
         self.rates: dict[torch.device, Tensor] = {}
         self.shardings: frozenset[Sharding | None] = frozenset()
-        """How parameters are sharded that the last step has met; None: not at all."""
+        """How its parameters are sharded, as the last step has met them; None: not at all."""
         self._forget()
 
     def _forget(self) -> None:
@@ -139,6 +144,7 @@ class ParamGroup(dict[str, Any]):
             found = self._again(params, grads, list(state.values()))
             if found is not None:
                 return found
+        self.shardings = frozenset(map(sharding_of, self["params"]))
         return self._anew(params, grads, state, start) if params else []
 
     def _again(self, params: list[Any], grads: list[Any], states: list[dict[str, Any]]) -> list[Lists] | None:
@@ -179,16 +185,19 @@ class ParamGroup(dict[str, Any]):
                     f"AdamW: a parameter of shape {tuple(p.shape)} had {tuple(before)} at its last step; "
                     f"take its state away, del optimizer.state[p], or make a new optimizer"
                 )
+            place_state(own, ("exp_avg", "exp_avg_sq", "master", "remainder"), p, "AdamW")
         columns: list[list[Any]] = [params, grads, *[[s.get(key) for s in states] for key in _KEYS]]
         columns.append([s.get("master", s.get("remainder")) for s in states])
-        self.shardings = frozenset(map(sharding_of, params))
-        sharded = any(self.shardings)
-        if sharded:
-            columns = [local(column) for column in columns]
+        shardings: list[Sharding | None] = [None] * len(params)
+        if any(self.shardings):
+            shardings = list(map(sharding_of, params))
+            columns[1] = [placed(g, p, "AdamW") for g, p in zip(grads, params, strict=True)]
+            columns = list(map(local, columns))
         kinds = list(
             zip(
                 [p.get_device() for p in columns[0]],
                 *[[None if t is None else t.dtype for t in columns[i]] for i in (0, 1, 2, 3, 5)],
+                shardings,
                 strict=True,
             )
         )
@@ -200,9 +209,9 @@ class ParamGroup(dict[str, Any]):
                 for name, column in zip(Group._fields, columns, strict=True)
                 if column[places[0]] is not None
             ]
-            found.append(Lists(Group(*lists), overlap(lists[0])))
+            found.append(Lists(Group(*lists), overlap(lists[0]), sharding=shardings[places[0]]))
             wider = [key for key in ("master", "remainder") if key in states[places[0]]]
-            self._parts.append(Part(places, found[-1], [*_KEYS, *wider[:1]], sharded))
+            self._parts.append(Part(places, found[-1], [*_KEYS, *wider[:1]]))
         order = {id(p): i for i, p in enumerate(state)}
         self._owners, self._members = list(order), list(map(id, params))
         self._places = [order[i] for i in self._members]

@@ -13,7 +13,7 @@ from bakeoff.ops.muon.settings import Matrices, Settings
 from bakeoff.ops.muon.update import take_step as take_muon_step
 from bakeoff.optim.adamw import AdamW
 from bakeoff.optim.groups import Lists, ParamGroup
-from bakeoff.optim.sharding import local, rows_over, sharding_of
+from bakeoff.optim.sharding import Sharding, local, place_state, placed, rows_over, sharding_of
 from bakeoff.optim.sharing import Share, split_rows, take_shared_step
 from bakeoff.select import TensorList
 
@@ -29,7 +29,8 @@ class Muon(AdamW):
 
     Over ranks: as any optimizer under DDP; with `process_group` its ranks share the work, each orthogonalises
     some matrices for all. Of parameters that `fully_shard` made, each matrix goes whole to one rank, once a
-    step, and its rows come back.
+    step, and its rows come back. Ranks that share work must have gradients of the same matrices: the step
+    waits forever, or fails in the exchange, where one rank has None and another has not.
 
     Args:
         params: parameters, named parameters or group dicts.
@@ -123,14 +124,16 @@ class Muon(AdamW):
 
     def _matrices(self, group: ParamGroup) -> list[Lists]:
         """Muon's parameters that have gradients, and their momentum, by dtypes."""
-        own, kinds = type(self).__name__, dict[Any, list[Any]]()
+        own, kinds, shardings = type(self).__name__, dict[Any, list[Any]](), set[Sharding | None]()
         for p in group["params"]:
+            sharding = sharding_of(p)
             if p.grad is None:
+                shardings.add(sharding)
                 continue
             if p.grad.layout is not torch.strided:
                 raise RuntimeError(f"{own}: muon takes no sparse gradients; make them dense")
-            kinds.setdefault((p.device, p.dtype, p.grad.dtype, sharding_of(p)), []).append(p)
-        group.shardings = frozenset(sharding for *_, sharding in kinds)
+            kinds.setdefault((p.device, p.dtype, p.grad.dtype, sharding), []).append(p)
+        group.shardings = frozenset(shardings | {sharding for *_, sharding in kinds})
         found = []
         for (*_, sharding), members in kinds.items():
             if sharding is not None:
@@ -138,12 +141,14 @@ class Muon(AdamW):
             for p in members:
                 if not self.state[p]:
                     self._start_matrix(p)
-            columns = [members, [p.grad for p in members], [self.state[p]["momentum"] for p in members]]
+                place_state(self.state[p], ("momentum",), p, own)
+            grads_of = [placed(p.grad, p, own) for p in members]
+            columns = [members, grads_of, [self.state[p]["momentum"] for p in members]]
             if sharding is not None:
                 columns = list(map(local, columns))
             named = zip(("params", "grads", "momentum"), columns, strict=True)
             params, grads, momentum = [TensorList.of(c, f"{own}: {name}") for name, c in named]
-            found.append(Lists(Group(params, grads, momentum, [], []), overlap(params), members))
+            found.append(Lists(Group(params, grads, momentum, [], []), overlap(params), members, sharding))
         return found
 
     def _start_matrix(self, p: Tensor) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from bakeoff.ops.adamw.group import Hyper, factor_of
@@ -184,10 +183,12 @@ class DeepNestedOptimizer(Muon):
                 p.grad = None
 
     def _update(self, steps: list[tuple[ParamGroup, Lists, Hyper]], loss: Any) -> None:
+        if not steps and (self.controller is None or self._exchange() is None):
+            return
         controller, index = self.controller, {id(group): i for i, group in enumerate(self.param_groups)}
         told = self._told(loss)
         if controller is not None:
-            device = steps[0][1].group.params[0].device
+            device = steps[0][1].group.params[0].device if steps else self._devices().pop()
             controller.to(device)
             sums = torch.empty(len(steps), 4, dtype=torch.float32, device=device)  # each step writes its own
         ends: dict[int, tuple[Tensor, Tensor]] = {}
@@ -204,7 +205,14 @@ class DeepNestedOptimizer(Muon):
             else:
                 take_step(lists.group, how, self.impl, overlapping=lists.overlapping)
         if controller is not None:
-            controller.advance(self._by_group(sums, [index[id(group)] for group, _, _ in steps]), told)
+            over = self._exchange()
+            for row, (_, lists, _) in enumerate(steps):
+                if over is not None and over.share(lists.sharding) != 1.0:
+                    sums[row] *= over.share(lists.sharding)
+            sums = self._by_group(sums, [index[id(group)] for group, _, _ in steps])
+            if over is not None:
+                over.add_up(sums)
+            controller.advance(sums, told)
 
     def _told(self, loss: Any) -> Tensor | None:
         """The loss that the controller looks at."""
@@ -220,15 +228,12 @@ class DeepNestedOptimizer(Muon):
         return told
 
     def _by_group(self, sums: Tensor, rows: list[int]) -> Tensor:
-        """[groups, 4]: the sums of each group over its dtypes, and over ranks where they hold shards."""
+        """[groups, 4]: the sums of each group over its dtypes."""
         if rows != list(range(len(self.param_groups))):
             total = torch.zeros(len(self.param_groups), 4, dtype=sums.dtype, device=sums.device)
             for row, i in enumerate(rows):
                 total[i] += sums[row]
             sums = total
-        shards = [p for group in self.param_groups for p in group["params"] if hasattr(p, "device_mesh")]
-        if shards:
-            dist.all_reduce(sums, group=shards[0].device_mesh.get_group())
         return sums
 
     def _counted(self, group: ParamGroup, how: Hyper) -> tuple[Tensor, Tensor]:
