@@ -15,7 +15,7 @@ from bakeoff.modes import kept_tensors
 from bakeoff.parallel.exchange import Layout, handed, needs
 from bakeoff.parallel.watch import RankError, lost_text
 
-__all__ = ["Arrival", "Kind", "Peers", "local_places", "lost", "places_of"]
+__all__ = ["Arrival", "Kind", "Peers", "local_places", "places_of"]
 
 
 class Kind(enum.IntEnum):
@@ -27,6 +27,7 @@ class Kind(enum.IntEnum):
     STATISTICS = 3
     RESULTS = 4
     ARGUMENTS = 5
+    HEADS = 6
 
 
 _agreed: dict[dist.ProcessGroup, set[int]] = {}
@@ -97,6 +98,14 @@ class Peers:
                         f"passed {value}; all ranks call this with the same arguments"
                     )
         seen.add(digests[-1])
+
+    def trade(self, sent: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """All-to-all: `sent` has a part for each rank, `out` takes one of each; all are contiguous."""
+        out[self.rank].copy_(sent[self.rank])
+        steps = range(1, self.size)
+        pairs = [(self.behind(step), sent[self.behind(step)], self.before(step)) for step in steps]
+        for arrival in self._post(pairs, [out[self.before(step)] for step in steps], steps, Kind.HEADS):
+            arrival.wait()
 
     def send_rows(self, layout: Layout, k: Tensor, v: Tensor, steps: Sequence[int]) -> list[Arrival]:
         """Posts the exchange of `steps`: rows of k and v [B, L, heads, D] that others need, in one buffer."""

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bakeoff import ops
 from bakeoff.parallel.exchange import Layout, documents_within
-from bakeoff.parallel.peers import Peers, lost
+from bakeoff.parallel.peers import Peers
 
 __all__ = ["attended", "by_heads"]
 
@@ -86,23 +85,14 @@ class _ToTokens(torch.autograd.Function):
 
 def _to_heads(x: Tensor, peers: Peers, lengths: tuple[int, ...]) -> Tensor:
     B, L, _, D = x.shape
-    sent = x.view(B, L, peers.size, -1, D).permute(2, 1, 0, 3, 4).flatten(0, 1).contiguous()
-    got = x.new_empty(sum(lengths), *sent.shape[1:])
-    _all_to_all(got, sent, [*lengths], [L] * peers.size, peers)
+    sent = x.view(B, L, peers.size, -1, D).permute(2, 1, 0, 3, 4).contiguous()
+    got = x.new_empty(sum(lengths), *sent.shape[2:])
+    peers.trade(sent.unbind(), got.split(lengths))
     return got.transpose(0, 1)
 
 
 def _to_tokens(y: Tensor, peers: Peers, lengths: tuple[int, ...]) -> Tensor:
-    L = lengths[peers.rank]
     sent = y.transpose(0, 1).contiguous()
-    got = y.new_empty(L * peers.size, *sent.shape[1:])
-    _all_to_all(got, sent, [L] * peers.size, [*lengths], peers)
-    parts: Tensor = got.unflatten(0, (peers.size, L))
-    return parts.permute(2, 1, 0, 3, 4).flatten(2, 3)
-
-
-def _all_to_all(got: Tensor, sent: Tensor, from_each: list[int], to_each: list[int], peers: Peers) -> None:
-    try:
-        dist.all_to_all_single(got, sent, from_each, to_each, group=peers.group)
-    except RuntimeError as error:
-        raise lost("a rank of the mesh", error) from error
+    got = y.new_empty(peers.size, lengths[peers.rank], *sent.shape[1:])
+    peers.trade(sent.split(lengths), got.unbind())
+    return got.permute(2, 1, 0, 3, 4).flatten(2, 3)
