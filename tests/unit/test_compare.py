@@ -623,7 +623,7 @@ def test_one_recipe_against_itself(text: Path) -> None:
         (["--lengths", ""], 1, "such as 256,1024,4096"),
         (["--lengths", "1"], 1, "at least 2 bytes"),
         (["--lengths", "16,100000"], 1, "give longer --data or leave that length out\n"),
-        (["byte-spectrl"], 1, "did you mean 'byte-spectral'"),
+        (["byte-spectrl"], 2, "did you mean 'byte-spectral'"),
         (["llm-med", "llm-med", "llm-med"], 2, "two recipes are compared"),
         (["train.steps=4"], 1, "use --steps"),
         (["--out", "book.txt/below"], 1, "give a writable --out"),

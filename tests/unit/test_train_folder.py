@@ -540,7 +540,7 @@ def test_a_resumed_run_decides_by_its_own_table_and_does_not_tune(
     outs = [io.StringIO() for _ in range(3)]
     train(changed(config, "train.steps=4"), console=Console(file=outs[0], width=200))
     assert tuned == [30.0]
-    assert "0 of 8 calls measured, 8 use the default; `bakeoff explain " in outs[0].getvalue()
+    assert "0 of 9 calls measured, 9 use the default; `bakeoff explain " in outs[0].getvalue()
     result = train(changed(config, "train.steps=6"), console=Console(file=outs[1], width=200))
     assert tuned == [30.0]
     assert "by its own table; nothing is tuned" in outs[1].getvalue()
