@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask
 
 from bakeoff import hardware
 from bakeoff.errors import Unsupported
@@ -19,6 +22,7 @@ from bakeoff.ops.attention import reference as definition
 from bakeoff.ops.attention.op import pairs
 from bakeoff.ops.attention.reference import attention as reference
 from bakeoff.ops.attention.reference import seen
+from bakeoff.ops.dilated_attention import branches
 from bakeoff.select import Case, TensorMeta
 from bakeoff.select.declare.key import key
 
@@ -421,3 +425,14 @@ def test_the_documents_examples_run() -> None:
         exec(example, names)
     assert found[0]["one"].shape == (2, 1, 8, 64)
     assert [found[1][name].shape[2] for name in "qkv"] == [8, 2, 2]
+
+
+@pytest.mark.parametrize("made", [partial(pytorch._blocks, 128, 256, 0), partial(branches._causal, 384)])
+def test_masks_that_were_made_under_a_mode_are_not_kept(made: Callable[[torch.device], BlockMask]) -> None:
+    device = torch.device("cpu")
+    with FakeTensorMode():
+        assert isinstance(made(device).kv_indices, FakeTensor)
+    with torch.inference_mode():
+        held = made(device)
+    assert not held.kv_indices.is_inference()
+    assert made(device) is held

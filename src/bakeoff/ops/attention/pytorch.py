@@ -2,7 +2,6 @@
 the switches that `sdpa_kernel` sets and puts back, which take the host longer than the call.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from bakeoff.attention_backends.inputs import (
     with_ends,
     without_strays,
 )
+from bakeoff.modes import kept_tensors
 from bakeoff.ops.attention.plain import planned
 from bakeoff.select.declare.case import Case
 from bakeoff.select.declare.compiled import compiled, compiler_missing
@@ -139,15 +139,14 @@ def _flexible(
 _flexed = compiled(_flexible)
 
 
-@lru_cache(maxsize=64)
+@kept_tensors(maxsize=64)
 def _blocks(T: int, S: int, window: int, device: torch.device) -> BlockMask:
     """Which blocks there are to look at for the last T of S positions; a window of 0 is none."""
 
     def there(b: Any, h: Any, t: Any, s: Any) -> Any:
         return (s <= t + (S - T)) & (s > t + (S - T) - (window or T + S))
 
-    with torch.inference_mode(False):
-        return create_block_mask(there, None, None, T, S, device=str(device))
+    return create_block_mask(there, None, None, T, S, device=str(device))
 
 
 def _flex(

@@ -7,7 +7,6 @@ lies. Elsewhere branches go in the pieces of `plain`.
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from bakeoff.attention_backends.flex import flex_refused
 from bakeoff.attention_backends.inputs import exact, readable, width_refused
 from bakeoff.attention_backends.rows import BACKENDS
 from bakeoff.derivatives import once_differentiable
+from bakeoff.modes import kept_tensors
 from bakeoff.ops.dilated_attention import plain
 from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.select.declare.case import Case
@@ -219,11 +219,10 @@ def _flexible(
 _flexed = compiled(_flexible)
 
 
-@lru_cache(maxsize=64)
+@kept_tensors(maxsize=64)
 def _causal(L: int, device: torch.device) -> BlockMask:
     """Which blocks of L causal rows there are to look at."""
-    with torch.inference_mode(False):
-        return create_block_mask(lambda b, h, t, u: u <= t, None, None, L, L, device=str(device))
+    return create_block_mask(lambda b, h, t, u: u <= t, None, None, L, L, device=str(device))
 
 
 def _flex(backend: str) -> Callable[..., Any]:
