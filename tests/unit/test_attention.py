@@ -434,5 +434,6 @@ def test_masks_that_were_made_under_a_mode_are_not_kept(made: Callable[[torch.de
         assert isinstance(made(device).kv_indices, FakeTensor)
     with torch.inference_mode():
         held = made(device)
+    assert not isinstance(held.kv_indices, FakeTensor)
     assert not held.kv_indices.is_inference()
     assert made(device) is held
