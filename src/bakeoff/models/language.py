@@ -12,6 +12,7 @@ from bakeoff.models.checks import check_cache, check_ids, check_kind, check_targ
 from bakeoff.models.generation import Generates
 from bakeoff.models.initial import normal_matrices
 from bakeoff.nn import MLP, HasRotaryTables, RMSNorm
+from bakeoff.nn.hooks import hooked
 from bakeoff.nn.initial import StartsAnew
 from bakeoff.ops import linear_cross_entropy
 
@@ -85,12 +86,8 @@ class Layers(HasRotaryTables, StartsAnew):
 def _multiplies_alone(head: nn.Module) -> bool:
     """Whether a call of this module is a product with its weight and nothing else: a plain nn.Linear, maybe
     with a parametrization; not another layer in its place, nor one with hooks."""
-    return (
-        getattr(head.forward, "__func__", None) is nn.Linear.forward
-        and getattr(head, "bias", None) is None
-        and not (head._forward_hooks or head._forward_pre_hooks)
-        and not (head._backward_hooks or head._backward_pre_hooks)
-    )
+    plain = type(head).forward is nn.Linear.forward and getattr(head, "bias", None) is None
+    return plain and not hooked(head)
 
 
 class LanguageModel(Generates, Layers):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bakeoff.nn.hooks import hooked
 from bakeoff.swaps.probe import agrees, draw, quiet
 from bakeoff.swaps.replacement import Found, note
 
@@ -54,19 +55,9 @@ def _unfit(head: Any) -> str | None:
         return f"its lm_head is a {type(head).__name__}, not a plain nn.Linear whose weight can be read"
     if not head.weight.is_floating_point() or head.weight.itemsize < 2:
         return f"its lm_head's weight is {head.weight.dtype}"
-    if _hooked(head):
+    if hooked(head):
         return "its lm_head has hooks, which would not be called"
     return None
-
-
-def _hooked(head: Any) -> bool:
-    return bool(
-        head._forward_hooks
-        or head._forward_pre_hooks
-        or head._backward_hooks
-        or head._backward_pre_hooks
-        or "forward" in vars(head)
-    )
 
 
 class _View:
@@ -156,7 +147,7 @@ def _forward(cls: Any) -> Callable[..., Any]:
         fused = module.training and kwargs.get("labels") is not None and len(args) <= first
         fused = fused and isinstance(keep, int) and keep == 0 and named is not False
         fused = fused and module.loss_function is ForCausalLMLoss  # which may have been set since the swap
-        if not fused or type(head) is not nn.Linear or _hooked(head):
+        if not fused or type(head) is not nn.Linear or hooked(head):
             return original(module, *args, **kwargs)
         note("loss")
         cap = getattr(config, _CAP, None)
