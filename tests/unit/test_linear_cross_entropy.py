@@ -571,3 +571,11 @@ def test_no_rows_in_blocks_of_classes() -> None:
     for reduction in ("mean", "none"):
         for tensor in step(chunked.bind(BLOCKS), arguments(0, V=150, reduction=reduction)):
             assert not tensor.any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_forward_mode_keeps_the_dtype(reduction: str) -> None:
+    x, weight, target = torch.randn(4, 8), torch.randn(10, 8), torch.randint(10, (4,))
+    options: Any = {"z_loss": 0.1, "softcap": 2.0, "label_smoothing": 0.1, "reduction": reduction}
+    y, slope = torch.func.jvp(lambda x: linear_cross_entropy(x, weight, target, **options), (x,), (x,))
+    assert (y.dtype, slope.dtype) == (torch.float32, torch.float32)

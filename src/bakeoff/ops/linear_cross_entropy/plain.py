@@ -32,8 +32,9 @@ def eager(
         logits, classes, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=each
     )
     if z_loss:
-        squares = torch.logsumexp(logits, -1).square().masked_fill(~counted, 0)
-        loss = loss + z_loss * (squares if each == "none" else squares.sum())
+        # Not the sum times z_loss: PyTorch's forward mode makes float64 of a number times a scalar tensor.
+        squares = (z_loss * torch.logsumexp(logits, -1).square()).masked_fill(~counted, 0)
+        loss = loss + (squares if each == "none" else squares.sum())
     if reduction == "mean":
         loss = loss / counted.sum().clamp(min=1)
     return loss.view(target.shape) if each == "none" else loss
