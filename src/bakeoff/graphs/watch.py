@@ -27,6 +27,9 @@ _WAITING = (
     "aten::equal",
     "aten::repeat_interleave",
 )
+# Ops that hand their kernel a list of addresses, by a copy from pinned memory that is theirs. A capture keeps
+# that memory, unchanged, for as long as its graph (PyTorch 2.11).
+_COPYING = {"aten::_chunk_cat", "aten::split_with_sizes_copy"}
 # What all of PyTorch's random functions come down to.
 _RANDOM = {f"aten::{name}_" for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal")}
 _RANDOM |= {"aten::normal_", "aten::random_", "aten::uniform_", "aten::randperm"}
@@ -45,8 +48,9 @@ class Watched:
         self.cpu_random = False
         self.optimizers: list[Optimizer] = []
 
-    def read(self, events: Sequence[Any]) -> None:
-        """Takes the operations from the profiler's event tree, children before the next sibling."""
+    def read(self, events: Sequence[Any], *, copies: bool = True) -> None:
+        """Takes the operations from the profiler's event tree, children before the next sibling; `copies`
+        from host memory count."""
         for event in sorted(events, key=lambda e: e.start_time_ns):
             # Without a namespace: autograd's nodes, and labels that people put on pieces of a step.
             if event.tag.name == "TorchOp" and "::" in event.name and not event.name.startswith("autograd::"):
@@ -56,9 +60,9 @@ class Watched:
                 if "cuda" in devices:
                     self.on_device.add(event.name)
                 self.cpu_random |= event.name in _RANDOM and devices[:1] == ["cpu"]
-                if event.name == "aten::copy_" and devices[:2] == ["cuda", "cpu"]:
+                if copies and event.name == "aten::copy_" and devices[:2] == ["cuda", "cpu"]:
                     self.host_copy = self.host_copy or event.name
-            self.read(event.children)
+            self.read(event.children, copies=copies and event.name not in _COPYING)
 
     def refuse(self) -> None:
         """Raises `NotCapturable` for what a graph can't do."""

@@ -105,8 +105,6 @@ def why_no_graph(config: Config, device: torch.device, mode: str = "none") -> st
     why = ""
     if device.type != "cuda":
         why = "only a CUDA device has graphs"
-    elif mode == "fsdp":
-        why = "with parallel.mode='fsdp' PyTorch's host code gathers shards"
     elif mode == "ddp" and config.optim.share:
         why = "with optim.share=true ranks share out Muon's matrices"
     elif config.parallel.cp > 1:

@@ -176,7 +176,7 @@ class Stepper:
             self.give_up(str(why))
             if why.ran:
                 return
-            if self.mode == "ddp":  # whose gradients were half on their way
+            if self.mode in ("ddp", "fsdp"):  # whose gradients were half on their way
                 raise TrainError(
                     f"the step of several ranks can't be captured: {why}. Set train.capture=off"
                 ) from why
@@ -210,7 +210,7 @@ class Stepper:
     @contextlib.contextmanager
     def _own_stream(self) -> Iterator[None]:
         """Replicas accumulate gradients on the stream that they were made on."""
-        if self.mode != "ddp" or self.device.type != "cuda":
+        if self.mode == "none" or self.device.type != "cuda":
             yield
             return
         own, current = capture_stream(self.device), torch.cuda.current_stream(self.device)
