@@ -14,10 +14,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 from bakeoff.errors import BakeoffError
-from bakeoff.models.llm_med import Config as ModelConfig
+from bakeoff.models.llm_med import Config as ModelConfig, LLMMed
 from bakeoff.models.longnet import Config as LongNetConfig
 from bakeoff.graphs import NotCapturable
-from bakeoff.parallel import World, spread
+from bakeoff.parallel import ALONE, World, spread
 from bakeoff.apps.train import ConfigError, device, moments, resolve, setup, step, train
 from bakeoff.apps.train.checkpoint import latest, steps
 from bakeoff.apps.train.config import Config, Data, Metrics, Optim, Select, Train, to_toml
@@ -320,3 +320,30 @@ def test_shards_of_a_block_each_are_those_of_all_together(ranks: Ranks, base: Pa
     ranks(1, trained, base, "alone")
     ranks(2, in_units, base)
     assert_same(curve(base, "alone"), curve(base, "fsdp"))
+
+
+def replays(rank: int) -> None:
+    config = Config(model=ModelConfig(d_model=24, layers=2, heads=2, max_seq_len=32), train=Train(batch_size=4))
+    rows = torch.arange(4 * 33, dtype=torch.uint8).view(4, 33)
+
+    def made(world: World, mode: str) -> step.Stepper:
+        torch.manual_seed(1)
+        return step.Stepper(LLMMed(config.model), config, torch.device("cpu"), world, mode)
+
+    for unit in (1, 1 << 27):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(spread, "_UNIT", unit)
+            shards, whole = made(World(rank, 2), "fsdp"), made(ALONE, "none")
+        scores = []
+        for _ in range(2):
+            with torch.no_grad():
+                for weight in (*shards.parameters, *whole.parameters):
+                    weight.mul_(2.0)
+            scores.append(shards.bits_per_byte(rows))
+            assert scores[-1] == pytest.approx(whole.bits_per_byte(rows), rel=1e-5)
+        assert scores[0] != pytest.approx(scores[1], rel=1e-2)
+
+
+def test_a_measurement_has_the_weights_that_replays_left(ranks: Ranks) -> None:
+    """A replayed step changes shards without a pass that PyTorch would notice."""
+    ranks(2, replays)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 
 import bakeoff
-from bakeoff.graphs import NotCapturable, capture_step, forbid_sync
+from bakeoff.graphs import KEEPS_PINNED, NotCapturable, capture_step, forbid_sync
 from bakeoff.models.llm_med import Config, LLMMed
 from bakeoff.optim import AdamW
 
@@ -450,3 +450,25 @@ def test_generators_of_the_step_advance() -> None:
     again = torch.Generator("cuda").manual_seed(3)
     expected = torch.stack([torch.rand(4, device="cuda", generator=again) for _ in range(6)])
     assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(not KEEPS_PINNED, reason="PyTorch keeps no pinned memory for graphs")
+def test_lists_of_addresses_that_a_capture_copied_stay() -> None:
+    """Shards are joined and parted by ops that copy such lists from pinned memory, which must stay as it was:
+    here some is taken, written and given back again and again."""
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        joined = x.new_empty(2, 10 + 35)
+        torch._chunk_cat([x, y], 0, 2, out=joined)
+        parts = x.new_empty(2, 10), x.new_empty(2, 35)
+        torch.split_with_sizes_copy(joined, [10, 35], dim=1, out=parts)
+        return joined, *parts
+
+    captured = capture_step(step)
+    draw = torch.Generator("cuda").manual_seed(1)
+    for _ in range(STEPS):
+        x, y = (torch.randn(n, 5, device="cuda", generator=draw) for n in (4, 14))
+        for size in (64, 128, 256, 512, 1024, 4096) * 20:
+            torch.empty(size, dtype=torch.uint8, pin_memory=True).fill_(255)
+        assert same(list(step(x, y)), list(captured(x, y)))
+    assert captured.captured

@@ -20,8 +20,8 @@ pytestmark = [
 RUN = ["-m", "bakeoff", "train", "llm-med-tiny"]
 SETTINGS = [
     "train.precision=float32", "train.log_every=1", "train.eval_rows=4", "train.steps=40",
-    "train.checkpoint_every=8", "train.leak_check=false", "optim.warmup=0", "optim.min_lr=1",
-    "select.tune=false", "metrics.console=false",
+    "train.checkpoint_every=8", "train.eval_every=8", "train.leak_check=false", "optim.warmup=0",
+    "optim.min_lr=1", "select.tune=false", "metrics.console=false",
 ]  # fmt: skip
 
 
@@ -36,11 +36,11 @@ def trained(folder: Path, ranks: int, *given: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
-    """The losses of one GPU with the settings that are given."""
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[float], list[float]]]:
+    """The losses of one GPU with the settings that are given, and those of its evaluations."""
 
     @lru_cache
-    def found(*given: str) -> list[float]:
+    def found(*given: str) -> tuple[list[float], list[float]]:
         folder = tmp_path_factory.mktemp("alone") / "run"
         trained(folder, 1, *given)
         return losses(folder)
@@ -48,9 +48,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]
     return found
 
 
-def losses(folder: Path) -> list[float]:
-    """Of all steps."""
-    return [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if row["event"] == "train"]
+def losses(folder: Path) -> tuple[list[float], list[float]]:
+    """Of all steps, and bits a byte of held-out text after every eighth."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    held_out = {
+        r["step"]: r["held_out_bits_per_byte"] for r in rows if r["event"] == "eval" and r["step"] % 8 == 0
+    }
+    return [row["loss"] for row in rows if row["event"] == "train"], [held_out[k] for k in sorted(held_out)]
 
 
 @pytest.mark.parametrize(
@@ -61,36 +65,46 @@ def losses(folder: Path) -> list[float]:
         ("ddp", ("optim.name=muon",)),
         ("ddp", ("optim.name=muon", "optim.share=true")),
         ("ddp", ("model.dropout=0.1",)),
+        ("fsdp", ("optim.name=muon",)),
+        ("fsdp", ("train.accumulate=2",)),
     ],
-    ids=["ddp", "fsdp", "muon", "muon shared out", "dropout"],
+    ids=["ddp", "fsdp", "muon", "muon shared out", "dropout", "fsdp muon", "fsdp accumulating"],
 )
 def test_losses_and_checkpoints_are_those_of_one_gpu(
-    tmp_path: Path, mode: str, given: tuple[str, ...], alone: Callable[..., list[float]]
+    tmp_path: Path, mode: str, given: tuple[str, ...], alone: Callable[..., tuple[list[float], list[float]]]
 ) -> None:
-    """Two GPUs train sixteen steps, one goes on to twenty, two to the end; replicas from a graph."""
+    """Two GPUs train sixteen steps, one goes on to twenty, two to the end, from graphs; weights that shards
+    gathered for one evaluation are not those of the next."""
     for ranks, end in ((2, 16), (1, 20), (2, 40)):
         shared = [f"parallel.mode={mode}"] if ranks > 1 else []
         trained(tmp_path / "moved", ranks, f"train.steps={end}", *shared, *given)
     alike = tuple(text for text in given if text != "optim.share=true")  # which one GPU has no use for
-    one, moved = alone(*alike), losses(tmp_path / "moved")
+    (one, scored), (moved, scored_moved) = alone(*alike), losses(tmp_path / "moved")
     assert len(one) == len(moved) == 40
+    assert len(scored) == len(scored_moved) == 6
     rows = read_metrics(tmp_path / "moved" / "metrics.jsonl")
     reasons = [row["reason"] for row in rows if row["event"] == "capture"]  # "" where steps are captured
-    whole = mode == "ddp" and "optim.share=true" not in given  # shards, and shared matrices, never try
-    assert reasons == [""] * (3 if whole else 1)
+    shared_out = "optim.share=true" in given  # which never tries
+    assert reasons == [""] * (1 if shared_out else 3)
     assert one[-1] < one[0]
     if "model.dropout=0.1" in given:  # which differs from rank to rank
         assert moved[-1] < moved[0]
     else:
         torch.testing.assert_close(torch.tensor(moved), torch.tensor(one), rtol=2e-3, atol=1e-4)
+        torch.testing.assert_close(torch.tensor(scored_moved), torch.tensor(scored), rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("who", "when"), [(0, 5), (1, 5), (0, 30), (1, 30)])
-def test_a_killed_rank_is_named(settings: Path, who: int, when: int) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("who", "when", "mode"), [(0, 5, "ddp"), (1, 5, "ddp"), (0, 30, "ddp"), (1, 30, "ddp"), (1, 30, "fsdp")]
+)
+def test_a_killed_rank_is_named(settings: Path, who: int, when: int, mode: str) -> None:  # noqa: F811
     """Its peer, which waits for it in NCCL, ends within seconds, too; from step 13 on in a replayed graph."""
     on_cpu = settings.read_text()
     assert 'device = "cpu"' in on_cpu
-    settings.write_text(on_cpu.replace('device = "cpu"', 'device = "cuda"'))
+    assert on_cpu.count('mode = "auto"') == 1
+    settings.write_text(
+        on_cpu.replace('device = "cpu"', 'device = "cuda"').replace('mode = "auto"', f'mode = "{mode}"')
+    )
     said, seconds = ended(settings, 2, who, "SIGKILL", when)
     assert seconds < SOON_S
     for text in said:

@@ -1,6 +1,7 @@
 """Whole-step capture as far as it goes without CUDA: the refusal, and how two steps are compared."""
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer
 
 from bakeoff.errors import BakeoffError
-from bakeoff.graphs import NotCapturable, capture_step, forbid_sync
+from bakeoff.graphs import KEEPS_PINNED, NotCapturable, capture_step, forbid_sync
 from bakeoff.graphs.capture import CapturedStep
 from bakeoff.graphs.watch import Watched, compare, watching
 from bakeoff.optim import AdamW
@@ -51,6 +52,23 @@ def watched(step_rate: float, rows: int = 4, extra: bool = False) -> Watched:
         optimizer.step()
     seen.read(profiler.profiler.kineto_results.experimental_event_tree())
     return seen
+
+
+@pytest.mark.parametrize(
+    ("around", "refused"), [("aten::to", True), ("aten::split_with_sizes_copy", not KEEPS_PINNED)]
+)
+def test_copies_from_host_memory_are_refused_but_for_those_that_a_capture_keeps(
+    around: str, refused: bool
+) -> None:
+    def event(name: str, children: list[Any], *devices: str) -> Any:
+        inputs = [SimpleNamespace(device=torch.device(d), dtype="float", sizes=[1]) for d in devices]
+        tag, fields = SimpleNamespace(name="TorchOp"), SimpleNamespace(inputs=inputs)
+        return SimpleNamespace(name=name, tag=tag, children=children, extra_fields=fields, start_time_ns=0)
+
+    seen = Watched()
+    seen.read([event(around, [event("aten::_to_copy", [event("aten::copy_", [], "cuda", "cpu")])])])
+    assert [name for name, _ in seen.ops] == [around, "aten::_to_copy", "aten::copy_"]
+    assert bool(seen.host_copy) is refused
 
 
 def test_equal_steps_compare_equal_and_are_seen_backward_and_all() -> None:

@@ -139,17 +139,19 @@ def test_capture_on_means_or_else(base: Config, stand_in: Any) -> None:
         run(resolve(base, None, ["train.capture=on"]))
 
 
-def test_which_ways_of_sharing_are_captured() -> None:
+def test_which_ways_of_sharing_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, shared = torch.device("cuda"), Config(parallel=Parallel(cp=2))
-    assert device.why_no_graph(Config(), cuda) == device.why_no_graph(Config(), cuda, "ddp") == ""
-    assert "shards" in device.why_no_graph(Config(), cuda, "fsdp")
+    assert [device.why_no_graph(Config(), cuda, mode) for mode in ("none", "ddp", "fsdp")] == ["", "", ""]
     assert "parts of rows" in device.why_no_graph(shared, cuda, "ddp")
     muon = Config(optim=Optim(name="muon", share=True))
     assert "Muon's matrices" in device.why_no_graph(muon, cuda, "ddp")
     assert device.why_no_graph(muon, cuda) == ""
     assert device.why_no_graph(Config(train=Train(capture="off")), cuda) == "train.capture is off"
+    monkeypatch.setattr(device, "KEEPS_PINNED", False)
+    assert "from 2.11 on" in device.why_no_graph(Config(), cuda, "fsdp")
+    assert device.why_no_graph(Config(), cuda, "ddp") == ""
     forced = Config(train=Train(capture="on"))
-    with pytest.raises(ConfigError, match=r"train.capture='on' can't be had, with parallel.mode='fsdp'"):
+    with pytest.raises(ConfigError, match=r"train.capture='on' can't be had, shards of torch 2"):
         device.why_no_graph(forced, cuda, "fsdp")
 
 

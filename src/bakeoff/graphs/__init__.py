@@ -7,5 +7,6 @@ once, the step is replayed by one call: the same kernels on the same addresses, 
 from bakeoff.graphs.capture import CapturedStep, capture_step, capture_stream
 from bakeoff.graphs.not_capturable import NotCapturable
 from bakeoff.graphs.sync import forbid_sync
+from bakeoff.graphs.watch import KEEPS_PINNED
 
-__all__ = ["CapturedStep", "NotCapturable", "capture_step", "capture_stream", "forbid_sync"]
+__all__ = ["KEEPS_PINNED", "CapturedStep", "NotCapturable", "capture_step", "capture_stream", "forbid_sync"]

@@ -63,8 +63,9 @@ def capture_step(
     ``mode="reduce-overhead"``, which captures by itself. The selection regime is the caller's: enter
     ``bakeoff.using(regime="graph")`` around the calls, warm-up included. Collectives of NCCL are captured
     with the rest. DistributedDataParallel is made inside ``torch.cuda.stream(capture_stream(device))``, and
-    wants 11 calls or more of warm-up, as it times its first ten; `reset` the step before the process group
-    is destroyed, which waits for graphs.
+    wants 11 calls or more of warm-up, as it times its first ten; shards (`fully_shard`, from PyTorch 2.11 on)
+    are told to `reshard()` after every pass outside of the step, or the next would have weights of before the
+    replays; `reset` the step before the process group is destroyed, which waits for graphs.
 
     Two things are frozen without notice: a number multiplied in as ``loss * weight`` (make it a tensor),
     and a choice by Python's `random` that falls equal in both watched calls. Tensors that the step uses

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from bakeoff.graphs.not_capturable import NotCapturable, blamed_line
 from bakeoff.graphs.sync import WAITED, sync_mode
 
-__all__ = ["Watched", "compare", "watching"]
+__all__ = ["KEEPS_PINNED", "Watched", "compare", "watching"]
 
 # Ops whose result the host must see, callers before the ops they call.
 _WAITING = (
@@ -27,9 +27,11 @@ _WAITING = (
     "aten::equal",
     "aten::repeat_interleave",
 )
-# Ops that hand their kernel a list of addresses, by a copy from pinned memory that is theirs. A capture keeps
-# that memory, unchanged, for as long as its graph (PyTorch 2.11).
-_COPYING = {"aten::_chunk_cat", "aten::split_with_sizes_copy"}
+KEEPS_PINNED = torch.__version__ >= "2.11"  # compared as versions
+"""Whether pinned memory that is allocated during a capture stays as it is for as long as the graph."""
+# What shards of FSDP2 are joined and parted with. They hand their kernels lists of addresses, by a copy from
+# pinned memory of their own.
+_COPYING = {"aten::_chunk_cat", "aten::split_with_sizes_copy"} if KEEPS_PINNED else set()
 # What all of PyTorch's random functions come down to.
 _RANDOM = {f"aten::{name}_" for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal")}
 _RANDOM |= {"aten::normal_", "aten::random_", "aten::uniform_", "aten::randperm"}

@@ -3,7 +3,7 @@
 from bakeoff.parallel.context import attention, context_plan, dilated_attention
 from bakeoff.parallel.exchange import borders
 from bakeoff.parallel.plan import ContextPlan
-from bakeoff.parallel.spread import full, groups_of, replicas, sharded
+from bakeoff.parallel.spread import full, groups_of, let_go, replicas, sharded
 from bakeoff.parallel.watch import RankError
 from bakeoff.parallel.world import ALONE, World, joined, launched, local_rank, own_device
 
@@ -20,6 +20,7 @@ __all__ = [
     "groups_of",
     "joined",
     "launched",
+    "let_go",
     "local_rank",
     "own_device",
     "replicas",

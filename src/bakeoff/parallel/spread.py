@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bakeoff.graphs import capture_stream
 
-__all__ = ["full", "groups_of", "replicas", "sharded"]
+__all__ = ["full", "groups_of", "let_go", "replicas", "sharded"]
 
 _UNIT = 1 << 27
 """Parameters that shards are gathered of at a time, unless one block has more: half a GB of float32, that the
@@ -53,6 +53,14 @@ def _units(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
         units[-1].append(block)
         room -= size
     return units
+
+
+def let_go(model: nn.Module) -> None:
+    """Gives back what a pass without gradients has gathered of a `sharded` model's weights."""
+    for module in model.modules():
+        reshard = getattr(module, "reshard", None)  # those that `fully_shard` made have it
+        if callable(reshard):
+            reshard()
 
 
 def groups_of(count: int, device: torch.device, size: int) -> DeviceMesh:

@@ -11,6 +11,7 @@ import torch
 from bakeoff.apps.train.config import Config, ConfigError
 from bakeoff.apps.train.result import TrainError
 from bakeoff.device import on
+from bakeoff.graphs import KEEPS_PINNED
 from bakeoff.models import longnet
 from bakeoff.parallel import World, joined, launched, own_device
 
@@ -105,6 +106,8 @@ def why_no_graph(config: Config, device: torch.device, mode: str = "none") -> st
     why = ""
     if device.type != "cuda":
         why = "only a CUDA device has graphs"
+    elif mode == "fsdp" and not KEEPS_PINNED:
+        why = f"shards of torch {torch.__version__} can't be in a graph, only from 2.11 on"
     elif mode == "ddp" and config.optim.share:
         why = "with optim.share=true ranks share out Muon's matrices"
     elif config.parallel.cp > 1:

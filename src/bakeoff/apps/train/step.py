@@ -19,7 +19,7 @@ from bakeoff.models.llm_med import LLMMed
 from bakeoff.models.longnet import LongNetLM
 from bakeoff.models.titan_mac import TitanMAC
 from bakeoff.optim import AdamW, DeepNestedOptimizer, Muon, muon_groups, nested_groups
-from bakeoff.parallel import ALONE, World, groups_of, replicas, sharded
+from bakeoff.parallel import ALONE, World, groups_of, let_go, replicas, sharded
 from bakeoff.select.choose.policy import untuned
 
 __all__ = ["Stepper", "adamw", "learning_rate", "muon", "optimizer", "set_rate", "uses_bf16"]
@@ -304,6 +304,7 @@ class Stepper:
         """Mean cross entropy of `rows` [N, T + 1] uint8 in bits, without dropout. Waits for the device.
 
         Each group takes its share of the same `rows`; all make equally many passes, as shards need that.
+        What was gathered is let go, as replayed steps would not: the next pass must gather the new weights.
         """
         share, cp = math.ceil(len(rows) / self.groups), self.config.parallel.cp
         mine = rows[self.world.rank // cp * share :][:share]
@@ -317,6 +318,8 @@ class Stepper:
                     _, loss = self.model(passed[:, :-1], passed[:, 1:])
                 if len(part):
                     total += loss.double() * len(part)
+        if self.mode == "fsdp":
+            let_go(self.module)
         self.model.train()
         return self.world.total(total).item() / cp / len(rows) / math.log(2.0)
 
