@@ -17,7 +17,9 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-RUN = ["-m", "bakeoff", "train", "llm-med-tiny"]
+BAKEOFF = "from bakeoff.apps.cli import main; main(prog_name='bakeoff')"
+BY_LAYERS = f"from bakeoff.parallel import spread; spread._UNIT = 1; {BAKEOFF}"
+"""Shards are gathered a layer at a time."""
 SETTINGS = [
     "train.precision=float32", "train.log_every=1", "train.eval_rows=4", "train.steps=40",
     "train.checkpoint_every=8", "train.eval_every=8", "train.leak_check=false", "optim.warmup=0",
@@ -25,12 +27,11 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def trained(folder: Path, ranks: int, *given: str) -> None:
+def trained(folder: Path, ranks: int, *given: str, code: str = BAKEOFF) -> None:
     """Runs the command line under torchrun, or alone."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    )
-    command = [sys.executable, *launcher, *RUN, *SETTINGS, "--out", str(folder), *given]
+    run = [sys.executable, "-c", code, "train", "llm-med-tiny", *SETTINGS, "--out", str(folder), *given]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launcher, "--no-python", *run] if ranks > 1 else run
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -58,26 +59,29 @@ def losses(folder: Path) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "given"),
+    ("mode", "given", "code"),
     [
-        ("ddp", ()),
-        ("fsdp", ()),
-        ("ddp", ("optim.name=muon",)),
-        ("ddp", ("optim.name=muon", "optim.share=true")),
-        ("ddp", ("model.dropout=0.1",)),
-        ("fsdp", ("optim.name=muon",)),
-        ("fsdp", ("train.accumulate=2",)),
+        pytest.param("ddp", (), BAKEOFF, id="ddp"),
+        pytest.param("fsdp", (), BAKEOFF, id="fsdp"),
+        pytest.param("ddp", ("optim.name=muon",), BAKEOFF, id="muon"),
+        pytest.param("ddp", ("optim.name=muon", "optim.share=true"), BAKEOFF, id="muon shared out"),
+        pytest.param("ddp", ("model.dropout=0.1",), BAKEOFF, id="dropout"),
+        pytest.param("fsdp", ("optim.name=muon",), BY_LAYERS, id="fsdp by layers, muon"),
+        pytest.param("fsdp", ("train.accumulate=2",), BAKEOFF, id="fsdp, parts of a step"),
     ],
-    ids=["ddp", "fsdp", "muon", "muon shared out", "dropout", "fsdp muon", "fsdp accumulating"],
 )
 def test_losses_and_checkpoints_are_those_of_one_gpu(
-    tmp_path: Path, mode: str, given: tuple[str, ...], alone: Callable[..., tuple[list[float], list[float]]]
+    tmp_path: Path,
+    mode: str,
+    given: tuple[str, ...],
+    code: str,
+    alone: Callable[..., tuple[list[float], list[float]]],
 ) -> None:
     """Two GPUs train sixteen steps, one goes on to twenty, two to the end, from graphs; weights that shards
     gathered for one evaluation are not those of the next."""
     for ranks, end in ((2, 16), (1, 20), (2, 40)):
         shared = [f"parallel.mode={mode}"] if ranks > 1 else []
-        trained(tmp_path / "moved", ranks, f"train.steps={end}", *shared, *given)
+        trained(tmp_path / "moved", ranks, f"train.steps={end}", *shared, *given, code=code)
     alike = tuple(text for text in given if text != "optim.share=true")  # which one GPU has no use for
     (one, scored), (moved, scored_moved) = alone(*alike), losses(tmp_path / "moved")
     assert len(one) == len(moved) == 40
