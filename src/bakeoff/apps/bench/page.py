@@ -43,7 +43,7 @@ def render(op: str, folder: Path) -> str:
             if path.name != "ops.json" or not timed:
                 continue
             name, when = path.relative_to(folder.parent).as_posix(), stamp(file.env, days(timed))
-            stale = _stale_cases(timed) if card.newest else set()
+            stale = _stale_lines(timed) if card.newest else set()
             tables = _tables(op, timed, f"{when} ([{name}](../{name}))", stale)
             note = note_on_sources(timed, name, newest=card.newest)
             tables += [note] if note else []
@@ -58,26 +58,30 @@ def _part(op: str, folder: Path) -> str:
     return text
 
 
-def _tables(op: str, rows: list[dict[str, Any]], source: str, stale: set[str]) -> list[str]:
-    """A captioned table for each direction and regime of one file's `rows`; `stale` cases are marked."""
+def _tables(op: str, rows: list[dict[str, Any]], source: str, stale: set[tuple[str, ...]]) -> list[str]:
+    """A captioned table for each direction and regime of one file's `rows`; `stale` lines are marked."""
     declared = results.declared()
     order = {case.name: number for number, case in enumerate(declared[op].cases() if op in declared else [])}
     groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in sorted(rows, key=lambda row: order.get(row["case"], len(order))):
-        groups[row["direction"], row["regime"]][row["case"]].append(row)
+        mark = " (stale)" if (row["direction"], row["regime"], row["case"]) in stale else ""
+        groups[row["direction"], row["regime"]][row["case"] + mark].append(row)
     return [
-        f"{_DIRECTIONS[direction]}, {regime}, in us; {source}.\n\n{_table(cases, stale)}"
+        f"{_DIRECTIONS[direction]}, {regime}, in us; {source}.\n\n{_table(cases)}"
         for (direction, regime), cases in sorted(groups.items(), reverse=True)
     ]
 
 
-def _stale_cases(rows: list[dict[str, Any]]) -> set[str]:
-    """The cases with stale rows; none where all cases have some, which the note below the tables says."""
-    stale = {row["case"] for row in rows if not results.current(row)}
-    return stale if stale != {row["case"] for row in rows} else set()
+def _stale_lines(rows: list[dict[str, Any]]) -> set[tuple[str, ...]]:
+    """(direction, regime, case) of the lines with stale rows; none where all have some, which the note below
+    the tables says."""
+    lines = {(row["direction"], row["regime"], row["case"]): False for row in rows}
+    for row in rows:
+        lines[row["direction"], row["regime"], row["case"]] |= not results.current(row)
+    return set() if all(lines.values()) else {line for line, stale in lines.items() if stale}
 
 
-def _table(cases: dict[str, list[dict[str, Any]]], stale: set[str]) -> str:
+def _table(cases: dict[str, list[dict[str, Any]]]) -> str:
     names = list(dict.fromkeys(row["candidate"] for rows in cases.values() for row in rows))
     lines = []
     for case, rows in cases.items():
@@ -87,7 +91,7 @@ def _table(cases: dict[str, list[dict[str, Any]]], stale: set[str]) -> str:
         errors = [chosen["error"], chosen["eager_error"]] if chosen else [None]
         shown = "-" if None in errors else ", ".join(f"{error:.1e}" for error in errors)
         times = [_cell(by_name.get(name)) for name in names]
-        lines.append([f"{case} (stale)" if case in stale else case, *times, share, shown])
+        lines.append([case, *times, share, shown])
     return markdown_table(["case", *names, "share of the limit", "error, eager's"], lines)
 
 
