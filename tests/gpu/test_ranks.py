@@ -66,7 +66,8 @@ def losses(folder: Path) -> tuple[list[float], list[float]]:
         pytest.param("ddp", ("optim.name=muon",), BAKEOFF, id="muon"),
         pytest.param("ddp", ("optim.name=muon", "optim.share=true"), BAKEOFF, id="muon shared out"),
         pytest.param("ddp", ("model.dropout=0.1",), BAKEOFF, id="dropout"),
-        pytest.param("fsdp", ("optim.name=muon",), BY_LAYERS, id="fsdp by layers, muon"),
+        pytest.param("fsdp", (), BY_LAYERS, id="fsdp by layers"),
+        pytest.param("fsdp", ("optim.name=muon",), BAKEOFF, id="fsdp, muon"),
         pytest.param("fsdp", ("train.accumulate=2",), BAKEOFF, id="fsdp, parts of a step"),
     ],
 )
@@ -88,8 +89,8 @@ def test_losses_and_checkpoints_are_those_of_one_gpu(
     assert len(scored) == len(scored_moved) == 6
     rows = read_metrics(tmp_path / "moved" / "metrics.jsonl")
     reasons = [row["reason"] for row in rows if row["event"] == "capture"]  # "" where steps are captured
-    shared_out = "optim.share=true" in given  # which never tries
-    assert reasons == [""] * (1 if shared_out else 3)
+    shared_out = "optim.share=true" in given or (mode, *given) == ("fsdp", "optim.name=muon")
+    assert reasons == [""] * (1 if shared_out else 3)  # ranks that share out matrices never try
     assert one[-1] < one[0]
     if "model.dropout=0.1" in given:  # which differs from rank to rank
         assert moved[-1] < moved[0]

@@ -145,6 +145,9 @@ def test_which_ways_of_sharing_are_captured(monkeypatch: pytest.MonkeyPatch) -> 
     assert "parts of rows" in device.why_no_graph(shared, cuda, "ddp")
     muon = Config(optim=Optim(name="muon", share=True))
     assert "Muon's matrices" in device.why_no_graph(muon, cuda, "ddp")
+    for optim in (Optim(name="muon"), Optim(name="deep-nested", muon=True)):
+        assert "Muon's matrices" in device.why_no_graph(Config(optim=optim), cuda, "fsdp")
+        assert device.why_no_graph(Config(optim=optim), cuda, "ddp") == ""
     assert device.why_no_graph(muon, cuda) == ""
     assert device.why_no_graph(Config(train=Train(capture="off")), cuda) == "train.capture is off"
     monkeypatch.setattr(device, "KEEPS_PINNED", False)

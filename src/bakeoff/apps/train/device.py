@@ -108,13 +108,21 @@ def why_no_graph(config: Config, device: torch.device, mode: str = "none") -> st
         why = "only a CUDA device has graphs"
     elif mode == "fsdp" and not KEEPS_PINNED:
         why = f"shards of torch {torch.__version__} can't be in a graph, only from 2.11 on"
-    elif mode == "ddp" and config.optim.share:
-        why = "with optim.share=true ranks share out Muon's matrices"
+    elif _muon_is_shared_out(config, mode):
+        why = "ranks share out Muon's matrices"
     elif config.parallel.cp > 1:
         why = f"with parallel.cp={config.parallel.cp} ranks exchange parts of rows"
     if why and config.train.capture == "on":
         raise ConfigError(f"train.capture='on' can't be had, {why}: use auto or off")
     return why
+
+
+def _muon_is_shared_out(config: Config, mode: str) -> bool:
+    """Whether each rank orthogonalises some matrices for all: on wish, and always where these are shards."""
+    optim = config.optim
+    if mode == "fsdp":
+        return optim.name == "muon" or (optim.name == "deep-nested" and optim.muon)
+    return mode == "ddp" and optim.share
 
 
 @contextlib.contextmanager
