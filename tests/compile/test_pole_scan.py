@@ -76,7 +76,7 @@ def test_walks_stay_in_registers(name, constants, K, target):
 
 @pytest.mark.parametrize(
     ("K", "some"),
-    [(8, slice(1, 4)), *(pytest.param(K, slice(None), marks=pytest.mark.exhaustive) for K in (8, 16))],
+    [(8, slice(1, 2)), *(pytest.param(K, slice(None), marks=pytest.mark.exhaustive) for K in (8, 16))],
     ids=str,
 )
 @pytest.mark.parametrize(("name", "constants"), WALKS, ids=str)
