@@ -5,6 +5,7 @@ A lane is a folder of tests and a pytest process of its own: ``make test``, or o
 and let hypothesis try fewer examples; ``make test-all`` and pytest alone run everything.
 """
 
+import atexit
 import gc
 import importlib.util
 import os
@@ -21,18 +22,29 @@ import pytest
 
 HERE = Path(__file__).parent
 
+
+def _remove(folder: str, process: int) -> None:
+    """But not from a fork, which ends before."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 # Read when a library is imported or first used, so they are set before any test module is imported. Nothing
 # is written below the home folder, and no earlier run's compiled kernels hide a failure to compile.
-CACHE = tempfile.mkdtemp(prefix="bakeoff-test-")
+WORKER = "PYTEST_XDIST_WORKER" in os.environ
+# A worker's folder is in that of the run, which is left when a worker is killed.
+CACHE = tempfile.mkdtemp(prefix="bakeoff-test-", dir=os.environ["BAKEOFF_TEST_RUN"] if WORKER else None)
 os.environ["BAKEOFF_CACHE"] = f"{CACHE}/bakeoff"
-if "PYTEST_XDIST_WORKER" not in os.environ:
+if not WORKER:
     os.environ["BAKEOFF_TEST_RUN"] = CACHE  # one folder for all workers
+    # Also after an error before pytest is configured.
+    atexit.register(_remove, CACHE, os.getpid())
 # What one worker has compiled, another one takes.
 os.environ["TRITON_CACHE_DIR"] = f"{os.environ['BAKEOFF_TEST_RUN']}/triton"
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{os.environ['BAKEOFF_TEST_RUN']}/inductor"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # more are processes that import torch first
 os.environ.pop("BAKEOFF_POLICY", None)
-os.environ["OMP_NUM_THREADS"] = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"
+os.environ["OMP_NUM_THREADS"] = "1" if WORKER else "2"
 
 # A script's jobs in the background ignore Ctrl-C, and so would every program that a test interrupts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -144,7 +156,7 @@ def pytest_cmdline_main() -> Generator[None, int, int]:
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(CACHE, ignore_errors=True)
+    _remove(CACHE, os.getpid())
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +168,8 @@ def _seeded() -> Iterator[None]:
         return
     import torch
 
-    torch.manual_seed(0)
+    # Without an accelerator torch.manual_seed keeps the stack, in case there will be one: 2 % of the time.
+    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(0)
     deterministic = torch.are_deterministic_algorithms_enabled()
     dtype = torch.get_default_dtype()
     yield

@@ -21,9 +21,20 @@ FORMS = [
     "16x1024", "4x8192 D512", "8x2048 C4", "16x1024 grid", "16x1024 complex", "16x1024 log",
     "16x1024 features alone", "16x1024 fp32", "odd",
 ]  # fmt: skip
-# Committed results come from sm_90; elsewhere the three forms that differ most.
+# Committed results come from sm_90; elsewhere a form, and two that differ most from it.
 BUILDS = [(name, "sm_90") for name in FORMS]
 BUILDS += [(name, t) for t in TARGETS if t != "sm_90" for name in ("16x1024", "8x2048 C4", "16x1024 fp32")]
+
+
+def builds(alike: set[str]) -> list[Any]:
+    """Exhaustive are forms `alike` to another, and off sm_90 all but the first."""
+
+    def marks(name: str, target: str) -> list[Any]:
+        some = name not in alike and (target == "sm_90" or name == FORMS[0])
+        return [] if some else [pytest.mark.exhaustive]
+
+    return [pytest.param(*build, marks=marks(*build)) for build in BUILDS]
+
 
 # Bytes of local memory a thread is known to need, by how many bfloat16 parts a float32 operand has: all
 # gradients in one kernel hold more than a thread's 255 registers.
@@ -99,7 +110,7 @@ def split(case: Case) -> int:
     return int(arguments(case, "sm_90")[1]["SPLIT"])
 
 
-@pytest.mark.parametrize(("name", "target"), BUILDS)
+@pytest.mark.parametrize(("name", "target"), builds(set()))
 def test_forward(name: str, target: str) -> None:
     check(
         forward(CASES[name], target), FORWARD_SPILLS if target == "gfx942" and split(CASES[name]) == 3 else 0
@@ -110,10 +121,7 @@ def test_forward(name: str, target: str) -> None:
 ALIKE = {"4x8192 D512", "16x1024 grid", "16x1024 log", "odd", "8x2048 C4"}
 
 
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [pytest.param(*b, marks=[pytest.mark.exhaustive] if b[0] in ALIKE else []) for b in BUILDS],
-)
+@pytest.mark.parametrize(("name", "target"), builds(ALIKE))
 def test_backward(name: str, target: str) -> None:
     check(backward(CASES[name], target), BACKWARD_SPILLS[target][split(CASES[name])])
 

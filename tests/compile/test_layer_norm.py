@@ -62,6 +62,8 @@ FORMS = [
     Form(3000, 7168, residual=half),
     Form(64, 65537, align=1),
 ]
+# Tiled as another form is, or in between.
+ALIKE = {Form(2048, 512), Form(8192, 1024), Form(5120, 2880)}
 
 # Bytes of local memory a thread is known to need; every other form needs none.
 SPILLS = {
@@ -162,9 +164,16 @@ def wide(built: Built, kind: str) -> bool:
     return bool(re.search(rf"(global|buffer)_{kind}_dwordx4", built.assembly))
 
 
+FORM = pytest.mark.parametrize(
+    "form",
+    [pytest.param(form, marks=[pytest.mark.exhaustive] if form in ALIKE else []) for form in FORMS],
+    ids=str,
+)
+
+
 @pytest.mark.kernel(of=lambda form: form.D >= 16384)  # rows beyond the registers have kernels of their own
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@FORM
 def test_forward(form: Form, target: str) -> None:
     tiling = forward_tiling(form, target)
     threads = tiling.warps * (32 if target.startswith("sm_") else 64)
@@ -174,7 +183,7 @@ def test_forward(form: Form, target: str) -> None:
 
 @pytest.mark.kernel(of=lambda form: form.D >= 16384)  # rows beyond the registers have kernels of their own
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@FORM
 def test_backward(form: Form, target: str) -> None:
     sums = 2 * (form.weight is not None)
     tiling = tilings.backward_tiling(form.N, form.D, form.s_dtype.itemsize, sums, SMS[target])

@@ -59,10 +59,15 @@ def built_direct(module, macros, target, backward) -> Built:
 @pytest.mark.parametrize(
     "taps", [4, 64, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 16, 32))]
 )
-def test_direct_stays_in_registers(taps, gates, target):
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.bfloat16, torch.float32), pytest.param((torch.float16,), marks=pytest.mark.exhaustive)],
+    ids=str,
+)
+def test_direct_stays_in_registers(dtypes, taps, gates, target):
     """But for a few bytes of local memory a thread."""
     for backward in (False, True):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for dtype in dtypes:
             tiling = tilings.channel_last(taps, gates, dtype.itemsize, backward)[0]
             macros = channel_last.macros(tiling, taps, gates, dtype, backward=backward)
             built = built_direct(channel_last, macros, target, backward)

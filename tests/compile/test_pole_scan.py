@@ -76,7 +76,7 @@ def test_walks_stay_in_registers(name, constants, K, target):
 
 @pytest.mark.parametrize(
     ("K", "some"),
-    [(8, slice(1, 4)), *(pytest.param(K, slice(None), marks=pytest.mark.exhaustive) for K in (8, 16))],
+    [(8, slice(1, 2)), *(pytest.param(K, slice(None), marks=pytest.mark.exhaustive) for K in (8, 16))],
     ids=str,
 )
 @pytest.mark.parametrize(("name", "constants"), WALKS, ids=str)
@@ -88,8 +88,15 @@ def test_walks_of_every_variant_stay_in_registers(name, constants, K, some):
         assert built.shared == 0
 
 
-@pytest.mark.parametrize("K", POLES)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    ("K", "dtype"),
+    [
+        pytest.param(K, dtype, marks=[] if dtype == torch.bfloat16 or K == 8 else [pytest.mark.exhaustive])
+        for K in POLES
+        for dtype in TYPES
+    ],
+    ids=str,
+)
 def test_work_is_what_the_definition_needs(K, dtype):
     """7 K FMAs a position, not 9 K: sums of products are contracted."""
     built = compiled("_forward", K, "sm_90", dtype)
@@ -123,7 +130,7 @@ def test_the_rest_builds(name, constants, target):
 
 
 @pytest.mark.parametrize("name", ["_forward", "_backward_input", "_backward_poles"])
-@pytest.mark.parametrize("C", [1, 40, 100])
+@pytest.mark.parametrize("C", [1, pytest.param(40, marks=pytest.mark.exhaustive), 100])
 def test_few_channels(name, C):
     built = compiled(name, 5, "sm_90", C=C)
     assert (built.spills, built.shared) == (0, 0)

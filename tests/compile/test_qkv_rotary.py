@@ -18,6 +18,8 @@ from bakeoff.select import TensorMeta
 TRITON = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 CASES = {case.name: case for case in OP.cases()}
 TRAINED = [name for name, case in CASES.items() if case.qkv.requires_grad]
+ALIKE = {"base", "large", "grouped", "small", "normed offset"}
+"""To another case, in what is built for it."""
 SMS = 132
 STEPS = [f"{name}_{axis}" for name in ("gq", "gk", "gv", "q", "k") for axis in "bth"]
 
@@ -102,13 +104,18 @@ def backward(case, target, tiling=None, head_major=False, **override):
     return built_of(kernel, case, numbers, target, override)
 
 
+def each(names):
+    marked = [pytest.param(name, marks=[pytest.mark.exhaustive] if name in ALIKE else []) for name in names]
+    return pytest.mark.parametrize("name", marked)
+
+
 def kind(name, **_):
     return CASES[name].q_weight is not None
 
 
 @pytest.mark.kernel(of=kind)
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", CASES)
+@each(CASES)
 def test_the_forward_spills_nothing(name, target):
     built = forward(CASES[name], target)
     assert built.spills == 0
@@ -117,7 +124,7 @@ def test_the_forward_spills_nothing(name, target):
 
 @pytest.mark.kernel(of=kind)
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", TRAINED)
+@each(TRAINED)
 def test_the_backward_spills_nothing_and_accesses_are_wide(name, target):
     case = CASES[name]
     built = backward(case, target)

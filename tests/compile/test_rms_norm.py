@@ -69,6 +69,8 @@ FORMS = [
     Form(64, 65537, align=1),
 ]
 
+# Tiled as another form is, or in between.
+ALIKE = {Form(2048, 512), Form(8192, 1024), Form(5120, 2880), Form(8192, 4096, torch.float16, torch.float16)}
 
 # Bytes of local memory a thread is known to need; every other form needs none.
 SPILLS = {
@@ -160,9 +162,16 @@ def wide(built: Built, kind: str) -> bool:
     return bool(re.search(rf"(global|buffer)_{kind}_dwordx4", built.assembly))
 
 
+FORM = pytest.mark.parametrize(
+    "form",
+    [pytest.param(form, marks=[pytest.mark.exhaustive] if form in ALIKE else []) for form in FORMS],
+    ids=str,
+)
+
+
 @pytest.mark.kernel(of=lambda form: form.D > 16384)  # rows beyond the registers have kernels of their own
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@FORM
 def test_forward(form: Form, target: str) -> None:
     tiling = forward_tiling(form, target)
     threads = tiling.warps * (32 if target.startswith("sm_") else 64)
@@ -172,7 +181,7 @@ def test_forward(form: Form, target: str) -> None:
 
 @pytest.mark.kernel(of=lambda form: form.D > 16384)  # rows beyond the registers have kernels of their own
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@FORM
 def test_backward(form: Form, target: str) -> None:
     for built in backward(form, target):
         if "_row_sums" in built.ttgir:

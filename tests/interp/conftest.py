@@ -61,51 +61,7 @@ def _overflow_is_looked_for_by_all(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _types_are_remembered() -> None:
-    """Triton works out the shape of every result anew, and writes down all of NumPy's dtypes whenever
-    it looks for one: a third of its time. What it finds is kept here."""
-    from triton.language import core
-    from triton.runtime import interpreter
+def _what_is_worked_out_is_remembered() -> None:
+    from tests.interp import remembered
 
-    look_up, new_type, new_tensor = (
-        interpreter._get_np_dtype,
-        core.block_type.__init__,
-        core.tensor.__init__,
-    )
-    dtypes: dict[str, Any] = {}
-    by_sizes: dict[tuple[int, ...], tuple[Any, Any, str]] = {}
-    by_shape: dict[int, tuple[Any, Any, str]] = {}  # by the id of a shape in `by_sizes`, which stays alive
-    of_tensors: dict[int, tuple[Any, Any]] = {}
-
-    def known_dtype(kind: Any) -> Any:
-        scalar = kind.element_ty if isinstance(kind, core.block_type) else kind
-        if scalar.name not in dtypes:
-            dtypes[scalar.name] = look_up(scalar)
-        return dtypes[scalar.name]
-
-    def type_of_known_shape(self: Any, element_ty: Any, shape: Any) -> None:
-        found = by_shape.get(id(shape))
-        if found is None:
-            sizes = tuple(getattr(size, "value", size) for size in shape)
-            found = by_sizes.get(sizes)
-        if found is None:
-            new_type(self, element_ty, shape)
-            found = by_sizes[sizes] = by_shape[id(self.shape)] = (self.shape, self.numel, str(self.shape))
-        self.element_ty = element_ty
-        self.shape, self.numel, text = found
-        self.name = f"<{text}, {element_ty}>"
-
-    def tensor_of_known_shape(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
-        shape = id(type.shape) if type.is_block() else 0
-        if shape and shape not in by_shape:
-            new_tensor(self, handle, type)
-            return
-        if shape not in of_tensors:
-            new_tensor(self, handle, type)
-            of_tensors[shape] = (self.shape, self.numel)
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = of_tensors[shape]
-
-    interpreter._get_np_dtype = known_dtype
-    core.block_type.__init__ = type_of_known_shape
-    core.tensor.__init__ = tensor_of_known_shape
+    remembered.install()

@@ -117,9 +117,9 @@ def test_a_leak_beyond_the_length_needs_a_longer_row() -> None:
 @pytest.mark.parametrize(
     ("kind", "noise", "seeds"),
     [
-        *((kind, noise, 2) for kind in ("poles", "taps", "minimum_phase") for noise in (0.0, 1.0)),
-        *(pytest.param(kind, noise, 6, marks=pytest.mark.exhaustive)
-          for kind in ("poles", "taps", "minimum_phase") for noise in (0.5, 1.0)),
+        *((kind, 1.0, 2) for kind in ("poles", "taps", "minimum_phase")),
+        *(pytest.param(kind, noise, seeds, marks=pytest.mark.exhaustive)
+          for kind in ("poles", "taps", "minimum_phase") for noise, seeds in ((0.0, 2), (0.5, 6), (1.0, 6))),
     ],
 )  # fmt: skip
 def test_rounding_that_a_transform_spreads_is_no_leak(kind: Any, noise: float, seeds: int) -> None:

@@ -51,7 +51,7 @@ from tests.unit.verdicts import no_verdicts
 
 SMALL = [
     "model.d_model=32", "model.layers=1", "model.heads=2", "model.max_seq_len=32",
-    "train.batch_size=2", "train.eval_rows=2", "select.policy=off",
+    "train.batch_size=2", "train.eval_rows=2", "select.policy=off", "train.leak_check=false",
 ]  # fmt: skip
 CPU = torch.device("cpu")
 

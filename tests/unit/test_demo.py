@@ -145,10 +145,12 @@ def test_a_folder_that_holds_a_run_is_refused_at_once(recipe: str, text: Path) -
 # What it does -----------------------------------------------------------------------------------------------
 
 
-def short(config: Config, count: int = 2, **options: object) -> object:
+def short(config: Config, count: int = 2, leak_check: bool = True, **options: object) -> object:
     """Trains, but for some steps only."""
     assert config.train.resume == "never"
-    brief = msgspec.structs.replace(config.train, steps=count, max_seconds=0.0, eval_rows=2, batch_size=2)
+    brief = msgspec.structs.replace(
+        config.train, steps=count, max_seconds=0.0, eval_rows=2, batch_size=2, leak_check=leak_check
+    )
     return trained(msgspec.structs.replace(config, train=brief), **options)
 
 
@@ -222,7 +224,7 @@ def test_an_interruption_says_how_to_go_on(text: Path, monkeypatch: pytest.Monke
             return float(len(ticks))
 
         ticks: list[int] = []
-        return short(config, 1000, **{**options, "clock": clock})
+        return short(config, 1000, leak_check=False, **{**options, "clock": clock})
 
     monkeypatch.setattr("bakeoff.apps.cli.demo.train", interrupted)
     monkeypatch.setattr(sys, "argv", ["bin/bakeoff"])
@@ -250,7 +252,9 @@ def test_an_interruption_once_a_run_is_over_ends_the_demo(
             signal.raise_signal(signal.SIGINT)
         return measure(context)
 
-    monkeypatch.setattr("bakeoff.apps.cli.demo.train", lambda config, **options: short(config, 3, **options))
+    monkeypatch.setattr(
+        "bakeoff.apps.cli.demo.train", lambda config, **options: short(config, 3, leak_check=False, **options)
+    )
     monkeypatch.setattr(loop, "evaluate", measured)
     done = demo("--data", text, "--out", "out")
     assert done.exit_code == 130, done.output

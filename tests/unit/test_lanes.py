@@ -17,7 +17,7 @@ SKIPS = "import pytest\ndef test_c(): pytest.skip('for a reason')\n"
 
 
 @pytest.fixture
-def lanes(tmp_path: Path):
+def lanes(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
     """A repository of tests only; returns a function that runs lanes in it: (status, lines of output)."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "lanes.py", tmp_path / "scripts")
@@ -26,6 +26,7 @@ def lanes(tmp_path: Path):
         copy = tmp_path / conftest.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(conftest, copy)
+    scratch = tmp_path_factory.mktemp("scratch")
     outer = ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS")
 
     def run(
@@ -42,7 +43,7 @@ def lanes(tmp_path: Path):
             command,
             cwd=tmp_path,
             env={key: value for key, value in os.environ.items() if key not in outer}
-            | {"PYTEST_XDIST_AUTO_NUM_WORKERS": workers},
+            | {"PYTEST_XDIST_AUTO_NUM_WORKERS": workers, "TMPDIR": str(scratch)},  # some are aborted
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -222,3 +223,14 @@ def test_state_is_private(lanes, tmp_path: Path) -> None:
     place = (tmp_path / "place").read_text()
     assert place != os.environ["BAKEOFF_CACHE"]
     assert not Path(place).exists()
+
+
+def test_nothing_is_left_of_a_run_that_is_refused_or_loses_a_worker(lanes, tmp_path: Path) -> None:
+    begins = "import os, pathlib\npathlib.Path('run').write_text(os.environ['BAKEOFF_TEST_RUN'])\n"
+    status, _ = lanes(pytest_arguments=("-p", "triton", "tests/interp"), interp_a=begins)
+    assert status != 0
+    killed = begins + "def test_a(): os.abort()\n"
+    status, lines = lanes(pytest_arguments=("-n1", "tests/unit"), unit_a=killed)
+    assert status == 1, lines
+    scratch = Path((tmp_path / "run").read_text()).parent
+    assert not list(scratch.glob("bakeoff-test-*"))

@@ -180,8 +180,17 @@ def test_the_last_steps_have_a_row_however_few(base: Config, tmp_path: Path) -> 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
 
-@SIGNALS
-@pytest.mark.parametrize("phase", ["leak check", "tuning", "first measurement"])
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        ("leak check", signal.SIGINT),
+        ("tuning", signal.SIGTERM),
+        ("first measurement", signal.SIGINT),
+        pytest.param("leak check", signal.SIGTERM, marks=pytest.mark.exhaustive),
+        pytest.param("tuning", signal.SIGINT, marks=pytest.mark.exhaustive),
+        pytest.param("first measurement", signal.SIGTERM, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_signal_before_the_first_step_ends_the_run_at_once(
     phase: str, number: signal.Signals, base: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
