@@ -304,7 +304,7 @@ class Stepper:
         """Mean cross entropy of `rows` [N, T + 1] uint8 in bits, without dropout. Waits for the device.
 
         Each group takes its share of the same `rows`; all make equally many passes, as shards need that.
-        What was gathered is let go, as replayed steps would not: the next pass must gather the new weights.
+        Weights that shards gathered for it are let go: a replayed step would not, and the next pass use them.
         """
         share, cp = math.ceil(len(rows) / self.groups), self.config.parallel.cp
         mine = rows[self.world.rank // cp * share :][:share]
