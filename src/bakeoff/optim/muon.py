@@ -127,13 +127,13 @@ class Muon(AdamW):
         own, kinds, shardings = type(self).__name__, dict[Any, list[Any]](), set[Sharding | None]()
         for p in group["params"]:
             sharding = sharding_of(p)
+            shardings.add(sharding)
             if p.grad is None:
-                shardings.add(sharding)
                 continue
             if p.grad.layout is not torch.strided:
                 raise RuntimeError(f"{own}: muon takes no sparse gradients; make them dense")
             kinds.setdefault((p.device, p.dtype, p.grad.dtype, sharding), []).append(p)
-        group.shardings = frozenset(shardings | {sharding for *_, sharding in kinds})
+        group.shardings = frozenset(shardings)
         found = []
         for (*_, sharding), members in kinds.items():
             if sharding is not None:
