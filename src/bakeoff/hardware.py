@@ -278,10 +278,12 @@ def _strangers() -> int:
 
 
 def _children(pid: int) -> set[int]:
+    """Processes that `pid` started. Not every kernel lists them, so each process is asked for its parent."""
     found: set[int] = set()
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has ended
-            found |= {*map(int, path.read_text().split())}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # a process that has ended
+            if int(path.read_text("utf-8", "replace").rpartition(")")[2].split()[1]) == pid:
+                found.add(int(path.parent.name))
     return found
 
 
