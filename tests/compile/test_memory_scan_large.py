@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from aot import SHARED_LIMIT, TARGETS, build
+from bakeoff.kernels.precision import precision
 from bakeoff.ops.memory_scan.large import kernels
 from bakeoff.ops.memory_scan.large.kernels import rows, state, sums, weights
 
@@ -39,7 +40,7 @@ def compiled(name, target, *, D=512, H=512, dtype=torch.bfloat16, whole=False, t
     }
     constants = {
         "D": D, "H": H, "V": D, "PART": 8, "PARTS": 16, "WHOLE": whole,
-        "PRECISION": kernels.precision(dtype, hip), **tile,
+        "PRECISION": precision(dtype, hip=hip), **tile,
     }  # fmt: skip
     absent = (
         {"_learn": ("w1", "w2"), "_arriving": ("w1_bar", "w2_bar")}.get(name, ()) if whole else ("beta_bar",)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from aot import SHARED_LIMIT, TARGETS, build
+from bakeoff.kernels.precision import precision
 from bakeoff.ops.memory_update import OP, kernels
 from bakeoff.ops.memory_update.kernels import backward, forward, state
 
@@ -35,7 +36,7 @@ def compiled(name, target, dtype=torch.bfloat16, *, absent=(), tiling=None, size
         options = {"num_warps": 4 if name == "_row_sums" else 8}
     constants = {
         "D": D, "H": H, "V": V, "K_ALIGN": 16, "V_ALIGN": 16, "BLOCK": kernels.BLOCK, "TILES": 4,
-        "PRECISION": kernels.precision(dtype, hip), **tile,
+        "PRECISION": precision(dtype, hip=hip), **tile,
     }  # fmt: skip
     if name == "_row_sums":
         constants["BLOCK"] = 256

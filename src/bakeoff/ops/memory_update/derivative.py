@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from bakeoff.kernels.triton import TritonKernel
 from bakeoff.ops.memory_update import kernels
 from bakeoff.ops.memory_update.kernels import Tiling, state
 from bakeoff.ops.memory_update.kernels import backward as backward_kernels
-from bakeoff.ops.memory_update.launches import Gradient, Sizes, dense, gradient_of, rows_of
+from bakeoff.ops.memory_update.launches import Kept, Sizes, constants, dense, rows_of
 from bakeoff.ops.memory_update.reference import loss_factor
 
 __all__ = ["backward"]
@@ -31,7 +32,6 @@ _ROW_BLOCK = 256
 def backward(
     plan: Plan,
     k: Tensor,
-    v: Tensor,
     w1: Tensor,
     b1: Tensor,
     w2: Tensor,
@@ -47,6 +47,15 @@ def backward(
     reduction: str,
     row_weight: Tensor | None,
     norm: Tensor,
+    narrow1: Tensor | None,
+    narrow2: Tensor | None,
+    z: Tensor | None,
+    h: Tensor | None,
+    dy: Tensor | None,
+    e: Tensor | None,
+    dh: Tensor | None,
+    dz: Tensor | None,
+    g: Tensor | None,
     dnew_w1: Tensor | None,
     dnew_b1: Tensor | None,
     dnew_w2: Tensor | None,
@@ -88,19 +97,16 @@ def backward(
     through_rows = any(t is not None for t in (dk, dv, drow_weight, *dmemory))
     clips = max_norm < math.inf
     whole = dlr is not None or dnorm is not None or (clips and through_rows)
-    found = None
-    if whole or through_rows:
-        found = gradient_of(plan, k, v, memory, row_weight, reduction, tiling, again=True, whole=whole)
     speed_grads = (dmomentum_w1, dmomentum_b1, dmomentum_w2, dmomentum_b2)
     u = _spread_out(
-        plan, Sizes.of(k, v, w1), memory, momentum, gates, bars, dense(plan, dnorm), norm,
-        None if found is None else found.g, max_norm, (*dmemory, *speed_grads, dlr, ddecay, dforget),
-        k.dtype if through_rows else None,
+        plan, memory, momentum, gates, bars, dense(plan, dnorm), norm, g if whole else None, max_norm,
+        (*dmemory, *speed_grads, dlr, ddecay, dforget), k.dtype if through_rows else None,
     )  # fmt: skip
-    if found is not None and through_rows:
+    if through_rows:
+        kept = cast("Kept[Tensor]", Kept(narrow1, narrow2, z, h, dy, e, dh, dz, g))
         _through_rows(
-            plan, k, v, found, u, norm, dense(plan, row_weight), dense(plan, dloss),
-            2 * loss_factor(reduction, *v.shape[1:]), dk, dv, dmemory, drow_weight,
+            plan, k, memory[0], memory[2], kept, u, norm, dense(plan, row_weight), dense(plan, dloss),
+            reduction, tiling, dk, dv, dmemory, drow_weight,
         )  # fmt: skip
 
 
@@ -116,7 +122,6 @@ def _all_or_none(plan: Plan, grads: Sequence[Tensor | None], likes: Sequence[Ten
 
 def _spread_out(
     plan: Plan,
-    sizes: Sizes,
     memory: Sequence[Tensor],
     momentum: Sequence[Tensor],
     gates: Sequence[Tensor],
@@ -129,8 +134,9 @@ def _spread_out(
     dtype: torch.dtype | None,
 ) -> list[Tensor | None]:
     """All that is elementwise. The cotangent of the gradient, its matrices in `dtype`; Nones for None."""
-    grid = (sizes.G * kernels.blocks(*sizes.features),)
-    numbers = {"D": sizes.D, "H": sizes.H, "V": sizes.V, "BLOCK": kernels.BLOCK, "num_warps": 8}
+    (G, H, D), V = memory[0].shape, memory[2].shape[1]
+    grid = (G * kernels.blocks(D, H, V),)
+    numbers = {"D": D, "H": H, "V": V, "BLOCK": kernels.BLOCK, "num_warps": 8}
     dots = plan.empty((3, grid[0]), torch.float32)
     u: list[Tensor | None] = [None] * 4
     if dtype is not None:
@@ -152,21 +158,27 @@ def _spread_out(
 def _through_rows(
     plan: Plan,
     k: Tensor,
-    v: Tensor,
-    found: Gradient,
+    w1: Tensor,
+    w2: Tensor,
+    kept: Kept[Tensor],
     u: Sequence[Tensor | None],
     norm: Tensor,
     weight: Tensor | None,
     loss_bar: Tensor | None,
-    factor: float,
+    reduction: str,
+    tiling: Tiling | None,
     dk: Tensor | None,
     dv: Tensor | None,
     dmemory: Sequence[Tensor | None],
     dweight: Tensor | None,
 ) -> None:
     """The products of the derivative."""
-    G, N, D, H, V = Sizes.of(k, v, found.w1)
-    rows = found.constants
+    sizes = Sizes.of(k, kept.dy, w1)
+    G, N, D, H, V = sizes
+    tiling, rows = constants(tiling, sizes, k)
+    factor = 2 * loss_factor(reduction, N, V)
+    if k.dtype != w1.dtype:
+        w1, w2 = kept.narrow1, kept.narrow2
     to_hidden, to_values = {"N": N, "D": D, "H": H, **rows}, {"N": N, "H": H, "V": V, **rows}
     k, k_numbers = rows_of(plan, k, "k")
     tiles = G * kernels.across(N, rows["ROWS"])
@@ -182,12 +194,12 @@ def _through_rows(
     bent = {**to_hidden, "COLS": min(rows["COLS"], kernels.BENT)}
     plan.launch(
         _z_bar, (tiles * kernels.across(H, bent["COLS"]),), k=k,
-        u1=u1, v1=v1, z=found.z, dh=found.dh, dh_bar=dh_bar, z_bar=z_bar, **k_numbers, **bent,
+        u1=u1, v1=v1, z=kept.z, dh=kept.dh, dh_bar=dh_bar, z_bar=z_bar, **k_numbers, **bent,
     )  # fmt: skip
     plan.launch(
-        _e_bar, (wide_v,), h=found.h, u2=u2, dh_bar=dh_bar, w2=found.w2, v2=v2, dy=found.dy, e=found.e,
-        weight=weight, loss_bar=loss_bar, norm=norm, e_bar=e_bar, dv=dv, weights=weights, sums2=sums2,
-        factor=factor, **to_values,
+        _e_bar, (wide_v,), h=kept.h, u2=u2, dh_bar=dh_bar, w2=w2, v2=v2, dy=kept.dy,
+        e=None if weight is None else kept.e, weight=weight, loss_bar=loss_bar, norm=norm, e_bar=e_bar, dv=dv,
+        weights=weights, sums2=sums2, factor=factor, **to_values,
     )  # fmt: skip
     if weights is not None:
         plan.launch(
@@ -197,20 +209,20 @@ def _through_rows(
     if dk is None and not learns:
         return
     plan.launch(
-        _h_bar, (wide_h,), dy=found.dy, u2=u2, e_bar=e_bar, w2=found.w2, z=found.z, z_bar=z_bar, sums1=sums1,
+        _h_bar, (wide_h,), dy=kept.dy, u2=u2, e_bar=e_bar, w2=w2, z=kept.z, z_bar=z_bar, sums1=sums1,
         **to_values,
     )  # fmt: skip
     if dk is not None:
         plan.launch(
-            _k_bar, (tiles * kernels.across(D, rows["COLS"]),), dz=found.dz, u1=u1, z_bar=z_bar, w1=found.w1,
+            _k_bar, (tiles * kernels.across(D, rows["COLS"]),), dz=kept.dz, u1=u1, z_bar=z_bar, w1=w1,
             norm=norm, dk=dk, factor=factor, **to_hidden,
         )  # fmt: skip
     if learns:
-        sums = found.tiling.over_all(D, H, V)
+        sums = tiling.over_all(D, H, V)
         programs = kernels.gradient_programs(D, H, V, sums["ROWS"], sums["COLS"])
         plan.launch(
-            _memory_bar, (G * programs,), z_bar=z_bar, k=k, dy=found.dy, dh_bar=dh_bar, e_bar=e_bar,
-            h=found.h, sums1=sums1, sums2=sums2, norm=norm,
+            _memory_bar, (G * programs,), z_bar=z_bar, k=k, dy=kept.dy, dh_bar=dh_bar, e_bar=e_bar,
+            h=kept.h, sums1=sums1, sums2=sums2, norm=norm,
             **dict(zip(("dw1", "db1", "dw2", "db2"), dmemory, strict=True)),
             N=N, tiles=tiles // G, factor=factor, D=D, H=H, V=V, PRECISION=rows["PRECISION"],
             **k_numbers, **sums,

@@ -64,7 +64,7 @@ def bucket(case: Case) -> Case:
 def cost(case: Case) -> Cost:
     """Rows in; memory and momentum in and out; backward as much again, and what arrives for both.
 
-    Five matrix products forward; three of them again and ten more backward.
+    Five matrix products forward, ten backward.
     """
     G, N, D = case.k.shape
     H, V = case.memory_w1.shape[1], case.v.shape[2]
@@ -73,7 +73,7 @@ def cost(case: Case) -> Cost:
     moved, macs = rows + 2 * state, G * N * H * (2 * D + 3 * V)
     if case.needs_grad:
         moved += 2 * rows + 3 * state
-        macs += G * N * H * (5 * D + 8 * V)
+        macs += G * N * H * (4 * D + 6 * V)
     return Cost(moved, 2 * macs)
 
 

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from bakeoff.kernels.precision import precision
+
 __all__ = [
     "BLOCK",
     "COPIES",
@@ -202,7 +204,7 @@ def products(
     chosen = tiling or _default(columns, dtype, hip)
     return {
         "COLUMNS": chosen.columns, "DEEP": chosen.deep, "BLOCK": BLOCK, "COPIES": COPIES,
-        "PRECISION": _precision(dtype, hip), "num_warps": chosen.warps, "num_stages": chosen.stages,
+        "PRECISION": precision(dtype, hip=hip), "num_warps": chosen.warps, "num_stages": chosen.stages,
     }  # fmt: skip
 
 
@@ -210,8 +212,9 @@ def correlation(dtype: torch.dtype, tiling: BackwardTiling | None = None, hip: b
     """The constants and options of `_correlate`."""
     chosen = tiling or _default_backward(128, dtype, hip)
     return {
-        "PIECE": _PIECE, "WIDE": chosen.wide, "DEEP": chosen.sum_deep, "PRECISION": _precision(dtype, hip),
-        "num_warps": chosen.sum_warps, "num_stages": chosen.sum_stages,
+        "PIECE": _PIECE, "WIDE": chosen.wide, "DEEP": chosen.sum_deep,
+        "PRECISION": precision(dtype, hip=hip), "num_warps": chosen.sum_warps,
+        "num_stages": chosen.sum_stages,
     }  # fmt: skip
 
 
@@ -254,9 +257,3 @@ def _default_backward(columns: int, dtype: torch.dtype, hip: bool = _HIP) -> Bac
     if dtype == torch.float32:
         return BackwardTiling(*_default(columns, dtype, hip), 128, 32, 8, 2)
     return BackwardTiling(*_default(columns, dtype, hip), 128, 64, 4, 2 if hip else 3)
-
-
-def _precision(dtype: torch.dtype, hip: bool) -> str:
-    if dtype != torch.float32:
-        return "tf32"
-    return "ieee" if hip else "tf32x3"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from bakeoff import hardware
 from bakeoff.kernels.plan import Plan
+from bakeoff.kernels.precision import precision
 from bakeoff.kernels.triton import TritonKernel
 from bakeoff.ops.memory_scan.large import kernels
 
@@ -31,7 +32,7 @@ class Sizes:
         across = kernels.across
         self.programs = across(H * D, kernels.BLOCK) + across(V * H, kernels.BLOCK)
         self.programs += across(H, kernels.NARROW) + across(V, kernels.NARROW)
-        self.precision = kernels.precision(q.dtype)
+        self.precision = precision(q.dtype, cpu=q.is_cpu)
         scanned = min(kernels.SCAN, max(16, 1 << (self.chunk - 1).bit_length()))
         self.scan = {"chunk": self.chunk, "SCAN": scanned, "num_warps": 8}
         self.block = {

@@ -11,7 +11,6 @@ __all__ = [
     "across",
     "blocks",
     "gradient_programs",
-    "precision",
     "tiling_for",
     "tilings",
 ]
@@ -61,23 +60,23 @@ def _padded(size: int, least: int = 16) -> int:
 
 
 _SMALL_16 = Tiling(128, 64, 64, 8, 4, 64, 64, 64, 4, 4)
-_LARGE_16 = Tiling(128, 64, 64, 8, 4, 128, 128, 64, 8, 3)
+_LARGE_16 = Tiling(64, 128, 64, 4, 4, 128, 128, 64, 8, 4)
 _SMALL_32 = Tiling(128, 64, 32, 8, 3, 64, 64, 32, 4, 3)
-_LARGE_32 = Tiling(128, 64, 32, 8, 3, 128, 64, 32, 8, 3)
+_LARGE_32 = Tiling(128, 64, 32, 8, 3, 128, 128, 32, 8, 3)
 
 
 _ROWS_16 = (
     (128, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 128, 64, 8, 3), (64, 64, 64, 4, 4), (64, 128, 64, 4, 4),
-    (128, 256, 64, 8, 3),
+    (128, 256, 64, 8, 3), (256, 128, 64, 8, 3),
 )  # fmt: skip
 _SUMS_16 = (
-    (64, 64, 64, 4, 4), (128, 128, 64, 8, 3), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4), (128, 256, 64, 8, 3),
+    (64, 64, 64, 4, 4), (128, 128, 64, 8, 4), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4), (128, 256, 64, 8, 3),
 )  # fmt: skip
 _ROWS_32 = (
-    (64, 64, 32, 4, 3), (128, 64, 32, 8, 3), (128, 64, 32, 4, 3), (64, 128, 32, 8, 3), (128, 128, 32, 8, 2),
+    (64, 64, 32, 4, 3), (128, 64, 32, 8, 3), (64, 64, 32, 8, 3), (64, 128, 32, 4, 3), (128, 128, 32, 8, 2),
 )  # fmt: skip
 _SUMS_32 = (
-    (64, 64, 32, 4, 3), (128, 64, 32, 8, 3), (64, 64, 64, 4, 2), (64, 128, 32, 8, 3), (128, 128, 32, 8, 2),
+    (64, 64, 32, 4, 3), (64, 64, 32, 8, 3), (64, 64, 64, 8, 2), (128, 64, 32, 8, 3), (128, 128, 32, 8, 3),
 )  # fmt: skip
 
 
@@ -107,17 +106,6 @@ def tilings(case: Any, multiprocessors: int) -> list[Tiling]:
     found += [Tiling(*tile, *default[5:]) for tile in rows]
     found += [Tiling(*default[:5], *tile) for tile in sums]
     return list(dict.fromkeys(found))
-
-
-def precision(dtype: torch.dtype, hip: bool = _HIP) -> str:
-    """How tensor cores multiply: float32 as three products in tf32, whatever PyTorch's policy allows.
-
-    Hopper's tensor cores cut float32 numbers off where they should round them to tf32: with one product the
-    errors are ten times those of PyTorch's own products in tf32.
-    """
-    if dtype != torch.float32:
-        return "tf32"  # says nothing about 16-bit products
-    return "ieee" if hip else "tf32x3"
 
 
 def blocks(D: int, H: int, V: int) -> int:

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from bakeoff.kernels.precision import turned
+
 __all__: list[str] = []
 
 
@@ -27,6 +29,7 @@ def _product(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     # sums[i, j] += sum over d of a[i, d] * b[j, d] (BY_ROWS) or b[d, j]. `a` begins at the tile's first row.
+    exactness: tl.constexpr = PRECISION if BY_ROWS else turned(PRECISION)
     i = tl.arange(0, sums.shape[0])
     d = tl.arange(0, DEEP)
     at_a = a + (i[:, None] * a_row + d[None, :])
@@ -42,7 +45,7 @@ def _product(
             left = d < DEPTH - start
             x = tl.load(at_a, mask=here[:, None] & left[None, :], other=0.0)
             y = tl.load(at_b, mask=there[None, :] & left[:, None], other=0.0)
-        sums = tl.dot(x, y, sums, input_precision=PRECISION)
+        sums = tl.dot(x, y, sums, input_precision=exactness)
         at_a += DEEP
         at_b += DEEP if BY_ROWS else DEEP * WIDTH
     return sums
@@ -62,7 +65,7 @@ def _outer(
         left = n < N - start
         x = tl.load(at_a, mask=high[:, None] & left[None, :], other=0.0)
         y = tl.load(at_b, mask=left[:, None] & wide[None, :], other=0.0)
-        sums = tl.dot(x, y, sums, input_precision=PRECISION)
+        sums = tl.dot(x, y, sums, input_precision=turned(PRECISION))
         at_a += DEEP * A_WIDTH
         at_b += DEEP * b_row.to(tl.int64)
     return sums

@@ -99,13 +99,6 @@ def tilings(axis: str, rows: int, H: int, itemsize: int, multiprocessors: int) -
     return list(dict.fromkeys(found))
 
 
-def precision(dtype: torch.dtype, hip: bool = _HIP) -> str:
-    """How tensor cores multiply float32: as three products in tf32."""
-    if dtype != torch.float32:
-        return "tf32"  # says nothing about 16-bit products
-    return "ieee" if hip else "tf32x3"
-
-
 def across(size: int, each: int) -> int:
     """Programs side by side."""
     return -(-size // each)

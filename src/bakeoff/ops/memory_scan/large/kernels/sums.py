@@ -6,6 +6,7 @@ A program has a tile of ROWS x COLS of a matrix, and takes DEEP tokens at a time
 import triton
 import triton.language as tl
 
+from bakeoff.kernels.precision import turned
 from bakeoff.ops.memory_scan.large.kernels.state import _down, _ends
 
 __all__ = ["_arrived", "_learn"]
@@ -24,7 +25,7 @@ def _over_tokens(
         left = t < b - start
         rows = tl.load(at_a, mask=(i < HIGH)[:, None] & left[None, :], other=0.0)
         columns = tl.load(at_x, mask=left[:, None] & (j < WIDE)[None, :], other=0.0)
-        total = tl.dot(rows, columns, total, input_precision=PRECISION)
+        total = tl.dot(rows, columns, total, input_precision=turned(PRECISION))
         at_a += DEEP * HIGH
         at_x += DEEP * WIDE
     return total
@@ -70,10 +71,10 @@ def _learn_matrix(
         columns = tl.load(at_x, mask=here[:, None] & (j < WIDE)[None, :], other=0.0)
         weight = tl.load(weights, mask=here, other=0.0)
         weighted = (rows * weight[None, :]).to(rows.dtype)
-        in_memory = tl.dot(weighted, columns, in_memory, input_precision=PRECISION)
+        in_memory = tl.dot(weighted, columns, in_memory, input_precision=turned(PRECISION))
         weight = tl.load(weights + apart, mask=here, other=0.0)
         weighted = (rows * weight[None, :]).to(rows.dtype)
-        in_momentum = tl.dot(weighted, columns, in_momentum, input_precision=PRECISION)
+        in_momentum = tl.dot(weighted, columns, in_momentum, input_precision=turned(PRECISION))
         at_a += DEEP * HIGH
         at_x += DEEP * WIDE
         weights += DEEP
