@@ -49,7 +49,8 @@ def memory_update(
 
     Groups are independent (samples times heads). 16-bit keys and values are multiplied in their dtype with
     sums in float32, float64 ones in float64. torch.backends.cuda.matmul.allow_tf32 decides how plain PyTorch
-    multiplies float32 ones; the kernels keep their precision.
+    multiplies float32 ones; the kernels keep their precision. Where a gradient is wanted they keep, until the
+    backward, four tensors [G, N, H] and one [G, N, V] in k's dtype, and g.
 
     Args:
         k: [G, N, D] keys, float16, bfloat16, float32 or float64.
