@@ -33,7 +33,7 @@ _to_states, _to_errors = TritonKernel(backward_keys._to_states), TritonKernel(ba
 _SHIFTS = {"after": 1, "before": 0, "chunk": -1}
 _BLOCK = 1024
 _SUMS = 16
-"""Columns a program that sums what others left in parts."""
+"""Columns a program that sums what others left in parts, and tokens where these are spread over programs."""
 _ALIKE = {"enable_fp_fusion": False}
 """For launches where several threads sum the same products, each in an order of its own, and all store the
 sum: where a product were added without being rounded, their last bits would differ, and be a race."""
@@ -42,7 +42,16 @@ sum: where a product were added without being rounded, their last bits would dif
 class _Sizes:
     """A call's sizes, and what its launches share."""
 
-    def __init__(self, q: Tensor, v: Tensor, w1: Tensor, chunk: int, read: str, tiling: Tiling | None):
+    def __init__(
+        self,
+        q: Tensor,
+        v: Tensor,
+        w1: Tensor,
+        chunk: int,
+        read: str,
+        tiling: Tiling | None,
+        direction: str = "forward",
+    ):
         self.G, self.T, self.D = q.shape
         self.V, self.H = v.shape[2], w1.shape[1]
         # A few tokens, as in decoding, take the kernels of a short chunk. Not every length has its own, as
@@ -50,7 +59,7 @@ class _Sizes:
         self.chunk = min(chunk, 16) if self.T <= 16 else chunk
         self.C = -(-self.T // self.chunk)
         self.P = self.H * self.D + self.H + self.V * self.H + self.V
-        tiling = tiling or tilings(self.H)[0]
+        tiling = tiling or tilings(direction, self.H, max(self.D, self.V))[0]
         self.shift = _SHIFTS[read]
         self.BH = tiling.hidden
         self.hidden = -(-self.H // self.BH)
@@ -144,10 +153,12 @@ def _fill(
         "rates": rates, "z": z, "a": a, "zq": zq, "e": e, "o": o, "parts": parts, **sizes.all,
     }  # fmt: skip
     _launch(plan, _tables, (G * C,), shared, num_warps=1)
+    errors = (G, sizes.sums_out * (_power(sizes.chunk) // _SUMS))
     for c in range(-1, C):
         if c >= 0:
-            _launch(plan, _errors, (G, sizes.sums_out), shared, c=c, **_ALIKE)
+            _launch(plan, _errors, errors, shared, c=c, ROWS=_SUMS, **_ALIKE)
         _launch(plan, _learn, (G, sizes.hidden), shared, c=c, **sizes.chunk_by_chunk)
+    _launch(plan, _errors, errors, shared, c=C, ROWS=_SUMS, **_ALIKE)
     _launch(plan, _query_hidden, (G * C, sizes.hidden), shared)
     _launch(plan, _answers, (G * C, sizes.outputs), shared)
     _move(plan, _unpack, new, states, sizes, C)
@@ -190,7 +201,7 @@ def _fill_gradients(
 ) -> None:  # fmt: skip
     """What is behind the queries of all chunks at once, then chunk after chunk, from the last, behind its
     keys."""
-    s = _Sizes(q, v, memory_w1, chunk, read, tiling)
+    s = _Sizes(q, v, memory_w1, chunk, read, tiling, "backward")
     G, T, D, H, V, C, b = s.G, s.T, s.D, s.H, s.V, s.C, s.chunk
 
     def room(given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -245,8 +256,11 @@ def _fill_gradients(
     _launch(plan, _tables_backward, (G * C,), shared, num_warps=1)
 
 
-def _of(case: Any) -> list[Tiling]:
-    return tilings(case.memory_w1.shape[1])
+def _of(direction: str) -> Tilings:
+    def found(case: Any) -> list[Tiling]:
+        return tilings(direction, case.memory_w1.shape[1], max(case.q.shape[2], case.v.shape[2]))
+
+    return Tilings(Tiling, found)
 
 
 memory_scan = kernel_op(
@@ -260,6 +274,6 @@ memory_scan = kernel_op(
     kept=("states", "gates", "rates", "z", "a", "zq", "e"),
     forward=_fill,
     backward=_fill_gradients,
-    tilings={"forward": Tilings(Tiling, _of), "backward": Tilings(Tiling, _of)},
+    tilings={direction: _of(direction) for direction in ("forward", "backward")},
 )
 """For float16, bfloat16 and float32 with chunks of up to 64 tokens."""

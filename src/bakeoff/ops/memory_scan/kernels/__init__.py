@@ -15,6 +15,10 @@ PAIR = 2
 """Warps that wgmma has no use for."""
 
 
+_SHORT = 64
+"""Features from which on loops over them are long enough to fetch ahead."""
+
+
 class Tiling(NamedTuple):
     """Hidden units a program, inputs or outputs a step of its loops, and how it runs."""
 
@@ -30,13 +34,20 @@ class Tiling(NamedTuple):
         return self.warps > PAIR
 
 
-def tilings(hidden: int) -> list[Tiling]:
-    """The default, then others.
+def tilings(direction: str, hidden: int, width: int) -> list[Tiling]:
+    """The default, then others; `width` is the larger of keys' and values' features.
 
     Products must be mma.sync: with wgmma, which takes four warps and 64 rows, Triton 3.6 builds kernels here
     that read illegal addresses. So two warps take products as they stand. More take those over tokens turned
     (`turned`), with 16 or 32 rows, in the kernels that chunks wait for; the others keep two.
     """
-    few = [Tiling(16, 32, PAIR, 1), Tiling(16, 32, 4, 1), Tiling(16, 16, 4, 1), Tiling(16, 32, 4, 2)]
+    few = [
+        Tiling(16, 32, PAIR, 1), Tiling(16, 32, 4, 1), Tiling(16, 16, 4, 1), Tiling(16, 32, 4, 2),
+        Tiling(16, 32, PAIR, 3),
+    ]  # fmt: skip
     many = [Tiling(32, 32, PAIR, 1), Tiling(32, 32, 8, 1), Tiling(16, 32, 8, 1)]
-    return few + many if hidden > 16 else few
+    found = few + many if hidden > 16 else few
+    if width > _SHORT:
+        best = few[4] if direction == "forward" else few[3]
+        found = [best, *(tiling for tiling in found if tiling != best)]
+    return found

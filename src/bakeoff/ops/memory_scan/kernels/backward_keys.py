@@ -17,6 +17,7 @@ from bakeoff.ops.memory_scan.kernels.tiles import (
     _sum_of_parts,
     _sums,
     _tile,
+    _tokens,
     _upright,
     _vector,
     _write_weights,
@@ -84,15 +85,15 @@ def _to_states(
         into = _over_tokens(-into_memory * learned, x, into, PRECISION, TURNED)
         into = _over_tokens(-into_momentum * learned, y, into, PRECISION, TURNED)
         _matrix(part, _upright(into, TURNED), t, d, length, D)
-        question = _tile(q + first * D, t, d, length, D)
+        question = _tokens(q + first * D, t, d, length, D)
         s = pushed * x + kept * y
         if SHIFT >= 0:
             s = _product(tl.trans(push * asked), question, s, PRECISION)
-        m = _product(tl.trans(z_grad), _tile(k + first * D, t, d, length, D), beta * x, PRECISION)
+        m = _product(tl.trans(z_grad), _tokens(k + first * D, t, d, length, D), beta * x, PRECISION)
         m = _product(tl.trans(own * asked), question, m, PRECISION)
         _matrix(new_x, m, h, d, H, D)
         _matrix(new_y, s, h, d, H, D)
-        key = _tile(k + before * D, t, d, before_length, D)
+        key = _tokens(k + before * D, t, d, before_length, D)
         memory = _over_tokens(key, tl.trans(m), memory, PRECISION, TURNED)
         momentum = _over_tokens(key, tl.trans(s), momentum, PRECISION, TURNED)
     x_1, y_1 = _vector(x_at + H * D, h, H), _vector(y_at + H * D, h, H)
@@ -128,7 +129,7 @@ def _to_states(
         of_beta += tl.sum(x * m)
         of_push += tl.sum(x * s)
         of_kept += tl.sum(y * s)
-        given = _tile(do + first * V, t, u, length, V)
+        given = _tokens(do + first * V, t, u, length, V)
         s = pushed * x + kept * y
         if SHIFT >= 0:
             s = _product(tl.trans(push * given), query, s, PRECISION)
@@ -191,14 +192,14 @@ def _to_errors(
             beta, pushed, kept, into_memory, into_momentum = _write_weights(table, t, length, CHUNK)
             own, push = _read_weights(table, t, length, CHUNK, SHIFT, BT)
             x, y = _vector(coming + g * 2 * P + LAST, u, V), _vector(coming + g * 2 * P + P + LAST, u, V)
-            total = _sum_of_parts(de_parts + g * PARTS * CHUNK * V, PARTS, CHUNK, t, u, length, V)
+            total = _sum_of_parts(de_parts + g * PARTS * CHUNK * V, PARTS, CHUNK, t, u, length, V, 8)
             total -= into_memory * x[None, :] + into_momentum * y[None, :]
             if SHIFT >= 0:
                 total += _tile(de_queries + first * V, t, u, length, V)
             total *= 2
             _matrix(de + first * V, total, t, u, length, V)
             _matrix(dv + first * V, -total, t, u, length, V)
-            error, given = _tile(e + first * V, t, u, length, V), _tile(do + first * V, t, u, length, V)
+            error, given = _tile(e + first * V, t, u, length, V), _tokens(do + first * V, t, u, length, V)
             all_parts = PARTS + OUTPUTS
             at = dwritten + ((g * C + c - 1) * all_parts + PARTS + program) * 2 * CHUNK + t
             tl.store(at, -tl.sum(error * x[None, :], 1), mask=t < CHUNK)
@@ -215,7 +216,7 @@ def _to_errors(
         d = (program - OUTPUTS) * BE + tl.arange(0, BE)
         length = _length(T, c, CHUNK)
         first = g * T + c * CHUNK
-        total = _sum_of_parts(dk_parts + g * PARTS * CHUNK * D, PARTS, CHUNK, t, d, length, D)
+        total = _sum_of_parts(dk_parts + g * PARTS * CHUNK * D, PARTS, CHUNK, t, d, length, D, 8)
         if SHIFT >= 0:
             total += _tile(dk_queries + first * D, t, d, length, D)
         _matrix(dk + first * D, total, t, d, length, D)

@@ -7,7 +7,7 @@ keys.
 import triton
 import triton.language as tl
 
-from bakeoff.ops.memory_scan.kernels.tiles import _matrix, _product, _slope, _tile, _vector
+from bakeoff.ops.memory_scan.kernels.tiles import _matrix, _product, _slope, _tile, _tokens, _vector
 
 __all__ = ["_from_answers", "_to_tokens"]
 
@@ -33,7 +33,7 @@ def _from_answers(
     seen = tl.zeros((BT, BT), tl.float32)
     for start in range(0, V, BV):
         u = start + tl.arange(0, BV)
-        arrived = _tile(do + first * V, t, u, length, V)
+        arrived = _tokens(do + first * V, t, u, length, V)
         own = _product(arrived, _tile(state + H * D + H, u, h, V, H), own, PRECISION)
         if SHIFT >= 0:
             error = tl.trans(_tile(e + first * V, t, u, length, V))
@@ -59,8 +59,8 @@ def _from_answers(
         own, pushed = tl.zeros((BT, BH), tl.float32), tl.zeros((BT, BH), tl.float32)
         for start in range(0, D, BD):
             d = start + tl.arange(0, BD)
-            asked = _tile(q + first * D, t, d, length, D)
-            key = tl.trans(_tile(k + first * D, t, d, length, D))
+            asked = _tokens(q + first * D, t, d, length, D)
+            key = tl.trans(_tokens(k + first * D, t, d, length, D))
             seen = _product(asked, key, seen, PRECISION)
             own = _product(asked, tl.trans(_tile(state, h, d, H, D)), own, PRECISION)
             pushed = _product(asked, tl.trans(_tile(state + P, h, d, H, D)), pushed, PRECISION)
@@ -73,7 +73,7 @@ def _from_answers(
             for start in range(0, V, BV):
                 u = start + tl.arange(0, BV)
                 bias = H * D + H + V * H
-                answered = _tile(do + first * V, t, u, length, V)
+                answered = _tokens(do + first * V, t, u, length, V)
                 from_beta += tl.sum(answered * _vector(state + bias, u, V)[None, :], 1)
                 from_push += tl.sum(answered * _vector(state + P + bias, u, V)[None, :], 1)
         part = dread + ((g * C + c) * tl.num_programs(1) + tl.program_id(1)) * 2 * CHUNK + t
@@ -120,12 +120,12 @@ def _to_tokens(
         weights = _tile(table + SHIFT * W + 2, t, t, length, W)
         weights = tl.where(t[None, :] < length, weights, 0.0)
         back = -behind * weights
-        key, asked = _tile(k + first * D, t, own_d, length, D), _tile(q + first * D, t, own_d, length, D)
+        key, asked = _tokens(k + first * D, t, own_d, length, D), _tokens(q + first * D, t, own_d, length, D)
         into = _product(back, key, beta * own + push * pushed, PRECISION)
         _matrix(dq + first * D, into, t, own_d, length, D)
         none = tl.zeros((BT, BD), tl.float32)
         _matrix(dk_queries + first * D, _product(tl.trans(back), asked, none, PRECISION), t, own_d, length, D)
-        answered = _tile(do + first * V, t, own_u, length, V)
+        answered = _tokens(do + first * V, t, own_u, length, V)
         into = tl.trans(weights * (hidden_seen + 1))
         none = tl.zeros((BT, BV), tl.float32)
         _matrix(de_queries + first * V, -_product(into, answered, none, PRECISION), t, own_u, length, V)
@@ -133,12 +133,12 @@ def _to_tokens(
             seen, errors = tl.zeros((BT, BT), tl.float32), tl.zeros((BT, BT), tl.float32)
             for start in range(0, D, BD):
                 d = start + tl.arange(0, BD)
-                keys = tl.trans(_tile(k + first * D, t, d, length, D))
-                seen = _product(_tile(q + first * D, t, d, length, D), keys, seen, PRECISION)
+                keys = tl.trans(_tokens(k + first * D, t, d, length, D))
+                seen = _product(_tokens(q + first * D, t, d, length, D), keys, seen, PRECISION)
             for start in range(0, V, BV):
                 u = start + tl.arange(0, BV)
                 error = tl.trans(_tile(e + first * V, t, u, length, V))
-                errors = _product(_tile(do + first * V, t, u, length, V), error, errors, PRECISION)
+                errors = _product(_tokens(do + first * V, t, u, length, V), error, errors, PRECISION)
             total = -errors * (hidden_seen + 1) - behind * (seen + 1)
             total = tl.where((t[:, None] < length) & (t[None, :] < length), total, 0.0)
             _matrix(dweights + (g * C + c) * CHUNK * CHUNK, total, t, t, CHUNK, CHUNK)

@@ -12,6 +12,7 @@ from bakeoff.ops.memory_scan.kernels.tiles import (
     _sum_of_parts,
     _sums,
     _tile,
+    _tokens,
     _upright,
     _vector,
     _write_weights,
@@ -62,7 +63,7 @@ def _learn(
     ahead = _sums(BT, BH, TURNED)
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
-        key, key_behind = _tile(k + first * D, t, d, length, D), _tile(k + behind * D, t, d, following, D)
+        key, key_behind = _tokens(k + first * D, t, d, length, D), _tokens(k + behind * D, t, d, following, D)
         m, s = _tile(state, h, d, H, D), _tile(state + P, h, d, H, D)
         m = beta * m + pushed * s - _product(for_memory, key, none, PRECISION)
         s = kept * s - _product(for_momentum, key, none, PRECISION)
@@ -95,27 +96,35 @@ def _learn(
 def _errors(
     v, states, gates, e, parts, T: tl.int64, c: tl.int64, C: tl.int64,
     CHUNK: tl.constexpr, D: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
-    BT: tl.constexpr, BE: tl.constexpr, PARTS: tl.constexpr,
+    BT: tl.constexpr, BE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    # E = 2 (the sum of the parts of s(Z) W2' + b2 - v), then the next b2: BE outputs of one group a program.
+    # b2 before chunk c, from the errors of the chunk before, then E = 2 (the sum of the parts of s(Z) W2'
+    # + b2 - v): ROWS tokens and BE outputs of one group a program. Behind the last chunk there is b2 alone.
     P: tl.constexpr = H * D + H + V * H + V
     W: tl.constexpr = CHUNK + 2
     LAST: tl.constexpr = H * D + H + V * H
+    DOWN: tl.constexpr = (BT + ROWS - 1) // ROWS
     g = tl.program_id(0).to(tl.int64)
-    t, u = tl.arange(0, BT), tl.program_id(1) * BE + tl.arange(0, BE)
-    length = _length(T, c, CHUNK)
-    state = states + (g * (C + 1) + c) * 2 * P
+    u = tl.program_id(1) // DOWN * BE + tl.arange(0, BE)
+    every, t = tl.arange(0, BT), tl.program_id(1) % DOWN * ROWS + tl.arange(0, ROWS)
     first = g * T + c * CHUNK
+    length, before = _length(T, c, CHUNK), _length(T, c - 1, CHUNK)
     beta, pushed, kept, into_memory, into_momentum = _write_weights(
-        gates + (g * C + c) * W * W, t, length, CHUNK
+        gates + (g * C + c - 1) * W * W, every, before, CHUNK
     )
-    bias, push = _vector(state + LAST, u, V), _vector(state + P + LAST, u, V)
-    answer = _sum_of_parts(parts + g * PARTS * CHUNK * V, PARTS, CHUNK, t, u, length, V) + bias[None, :]
+    old = states + (g * (C + 1) + tl.maximum(c - 1, 0)) * 2 * P + LAST
+    bias, push = _vector(old, u, V), _vector(old + P, u, V)
+    error = _tile(e + (first - CHUNK) * V, every, u, before, V)
+    bias = beta * bias + pushed * push - tl.sum(into_memory * error, 0)
+    push = kept * push - tl.sum(into_momentum * error, 0)
+    if (tl.program_id(1) % DOWN == 0) & (c > 0):
+        new = states + (g * (C + 1) + c) * 2 * P + LAST
+        tl.store(new + u, bias, mask=u < V)
+        tl.store(new + P + u, push, mask=u < V)
+    part = parts + g * PARTS * CHUNK * V
+    answer = _sum_of_parts(part, PARTS, CHUNK, t, u, length, V, 16) + bias[None, :]
     error = 2 * (answer - _tile(v + first * V, t, u, length, V))
     _matrix(e + first * V, error, t, u, length, V)
-    bias = beta * bias + pushed * push - tl.sum(into_memory * error, 0)
-    tl.store(state + 2 * P + LAST + u, bias, mask=u < V)
-    tl.store(state + 3 * P + LAST + u, kept * push - tl.sum(into_momentum * error, 0), mask=u < V)
 
 
 @triton.jit(do_not_specialize=["T", "C"])
@@ -138,10 +147,10 @@ def _query_hidden(
     seen = tl.zeros((BT, BT), tl.float32)
     for start in range(0, D, BD):
         d = start + tl.arange(0, BD)
-        query = _tile(q + first * D, t, d, length, D)
+        query = _tokens(q + first * D, t, d, length, D)
         own = _product(query, tl.trans(_tile(state, h, d, H, D)), own, PRECISION)
         if SHIFT >= 0:
-            key = tl.trans(_tile(k + first * D, t, d, length, D))
+            key = tl.trans(_tokens(k + first * D, t, d, length, D))
             seen = _product(query, key, seen, PRECISION)
             pushed = _product(query, tl.trans(_tile(state + P, h, d, H, D)), pushed, PRECISION)
     total = own + _vector(state + H * D, h, H)[None, :]

@@ -15,6 +15,7 @@ __all__ = [
     "_sum_of_parts",
     "_sums",
     "_tile",
+    "_tokens",
     "_unpack",
     "_upright",
     "_vector",
@@ -28,6 +29,17 @@ def _tile(pointer, rows, columns, ROWS, COLUMNS):
     mask = (rows[:, None] < ROWS) & (columns[None, :] < COLUMNS)
     at = rows[:, None] * COLUMNS + columns[None, :]
     return tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _tokens(pointer, rows, columns, ROWS, COLUMNS):
+    """`_tile` of queries, keys, or what arrives: bfloat16 as it is, which products take whole."""
+    mask = (rows[:, None] < ROWS) & (columns[None, :] < COLUMNS)
+    at = rows[:, None] * COLUMNS + columns[None, :]
+    tile = tl.load(pointer + at, mask=mask, other=0.0)
+    if tile.dtype != tl.bfloat16:
+        tile = tile.to(tl.float32)
+    return tile
 
 
 @triton.jit
@@ -45,21 +57,17 @@ def _vector(pointer, i, SIZE):
 
 @triton.jit
 def _product(a, b, total, PRECISION: tl.constexpr):
-    """total + a b. "bf16x3" takes the first 16 bits of each operand, "bf16x6" all 24: sums of bfloat16
-    products, those of small parts first. A tensor core rounds sums towards zero, so `total` stays outside."""
-    if PRECISION == "bf16x3" or PRECISION == "bf16x6":
+    """total + a b. "bf16x3" takes the first 16 bits of each float32 operand, as two parts in bfloat16: sums
+    with a small part first. A tensor core rounds sums towards zero, so `total` stays outside."""
+    if PRECISION == "bf16x3":
         a_1, b_1 = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        a, b = a - a_1.to(tl.float32), b - b_1.to(tl.float32)
-        a_2, b_2 = a.to(tl.bfloat16), b.to(tl.bfloat16)
         found = tl.zeros(total.shape, tl.float32)
-        if PRECISION == "bf16x6":
-            found = tl.dot((a - a_2.to(tl.float32)).to(tl.bfloat16), b_1)
-            found = tl.dot(a_1, (b - b_2.to(tl.float32)).to(tl.bfloat16), found)
-            found = tl.dot(a_2, b_2, found)
-        found = tl.dot(a_2, b_1, found)
-        found = tl.dot(a_1, b_2, found)
+        if a.dtype != tl.bfloat16:
+            found = tl.dot((a - a_1.to(tl.float32)).to(tl.bfloat16), b_1, found)
+        if b.dtype != tl.bfloat16:
+            found = tl.dot(a_1, (b - b_1.to(tl.float32)).to(tl.bfloat16), found)
         return total + tl.dot(a_1, b_1, found)
-    return total + tl.dot(a, b, input_precision=PRECISION)
+    return total + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
 
 
 @triton.jit
@@ -128,11 +136,13 @@ def _read_weights(table, t, length, CHUNK: tl.constexpr, SHIFT: tl.constexpr, BT
 
 
 @triton.jit
-def _sum_of_parts(parts, PARTS: tl.constexpr, ROWS: tl.constexpr, rows, columns, LENGTH, COLUMNS):
-    """The sum of PARTS matrices of ROWS rows, of which LENGTH count; eight are on their way at once."""
+def _sum_of_parts(
+    parts, PARTS: tl.constexpr, ROWS: tl.constexpr, rows, columns, LENGTH, COLUMNS, AT_ONCE: tl.constexpr
+):
+    """The sum of PARTS matrices of ROWS rows, of which LENGTH count; AT_ONCE are on their way at once."""
     total = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
-    for start in range(0, PARTS, 8):
-        for i in tl.static_range(8):
+    for start in range(0, PARTS, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
             part = start + i
             length = tl.where(part < PARTS, LENGTH, 0)
             total += _tile(parts + part * ROWS * COLUMNS, rows, columns, length, COLUMNS)
