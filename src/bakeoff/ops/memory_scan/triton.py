@@ -59,7 +59,7 @@ class _Sizes:
         self.chunk = min(chunk, 16) if self.T <= 16 else chunk
         self.C = -(-self.T // self.chunk)
         self.P = self.H * self.D + self.H + self.V * self.H + self.V
-        tiling = tiling or tilings(direction, self.H, max(self.D, self.V))[0]
+        tiling = tiling or tilings(direction, self.H, max(self.D, self.V), q.itemsize)[0]
         self.shift = _SHIFTS[read]
         self.BH = tiling.hidden
         self.hidden = -(-self.H // self.BH)
@@ -258,7 +258,8 @@ def _fill_gradients(
 
 def _of(direction: str) -> Tilings:
     def found(case: Any) -> list[Tiling]:
-        return tilings(direction, case.memory_w1.shape[1], max(case.q.shape[2], case.v.shape[2]))
+        width = max(case.q.shape[2], case.v.shape[2])
+        return tilings(direction, case.memory_w1.shape[1], width, case.q.dtype.itemsize)
 
     return Tilings(Tiling, found)
 

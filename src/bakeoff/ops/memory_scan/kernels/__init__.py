@@ -16,7 +16,7 @@ PAIR = 2
 
 
 _SHORT = 64
-"""Features from which on loops over them are long enough to fetch ahead."""
+"""Most features over which loops are too short to fetch ahead."""
 
 
 class Tiling(NamedTuple):
@@ -34,8 +34,8 @@ class Tiling(NamedTuple):
         return self.warps > PAIR
 
 
-def tilings(direction: str, hidden: int, width: int) -> list[Tiling]:
-    """The default, then others; `width` is the larger of keys' and values' features.
+def tilings(direction: str, hidden: int, width: int, itemsize: int) -> list[Tiling]:
+    """The default, then others; `width` is the larger of keys' and values' features, `itemsize` their bytes.
 
     Products must be mma.sync: with wgmma, which takes four warps and 64 rows, Triton 3.6 builds kernels here
     that read illegal addresses. So two warps take products as they stand. More take those over tokens turned
@@ -47,7 +47,8 @@ def tilings(direction: str, hidden: int, width: int) -> list[Tiling]:
     ]  # fmt: skip
     many = [Tiling(32, 32, PAIR, 1), Tiling(32, 32, 8, 1), Tiling(16, 32, 8, 1)]
     found = few + many if hidden > 16 else few
-    if width > _SHORT:
-        best = few[4] if direction == "forward" else few[3]
-        found = [best, *(tiling for tiling in found if tiling != best)]
+    if width > _SHORT and direction == "forward":
+        found.insert(0, found.pop(4))
+    elif width > _SHORT and itemsize == 2:  # float32 has no registers for it
+        found.insert(0, found.pop(3))
     return found
