@@ -22,5 +22,5 @@ def precision(dtype: torch.dtype, *, cpu: bool = False, hip: bool = _HIP) -> str
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def turned(precision: str) -> str:
     """The same where an operand isn't stored along the sum, as Hopper takes tf32: each of its tiles would be
-    turned in registers. Six products of parts in bfloat16 are as exact and took 0.55 to 0.9 of the time."""
+    turned in registers. Six products of parts in bfloat16 are as exact and took 0.65 to 0.9 of the time."""
     return "bf16x6" if precision == "tf32x3" else precision

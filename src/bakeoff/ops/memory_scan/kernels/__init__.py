@@ -41,14 +41,13 @@ def tilings(direction: str, hidden: int, width: int, itemsize: int) -> list[Tili
     that read illegal addresses. So two warps take products as they stand. More take those over tokens turned
     (`turned`), with 16 or 32 rows, in the kernels that chunks wait for; the others keep two.
     """
-    few = [
-        Tiling(16, 32, PAIR, 1), Tiling(16, 32, 4, 1), Tiling(16, 16, 4, 1), Tiling(16, 32, 4, 2),
-        Tiling(16, 32, PAIR, 3),
-    ]  # fmt: skip
-    many = [Tiling(32, 32, PAIR, 1), Tiling(32, 32, 8, 1), Tiling(16, 32, 8, 1)]
-    found = few + many if hidden > 16 else few
+    short, turned, ahead = Tiling(16, 32, PAIR, 1), Tiling(16, 32, 4, 2), Tiling(16, 32, PAIR, 3)
+    found = [short, Tiling(16, 32, 4, 1), Tiling(16, 16, 4, 1), turned, ahead]
+    if hidden > 16:
+        found += [Tiling(32, 32, PAIR, 1), Tiling(32, 32, 8, 1), Tiling(16, 32, 8, 1)]
+    default = short
     if width > _SHORT and direction == "forward":
-        found.insert(0, found.pop(4))
+        default = ahead
     elif width > _SHORT and itemsize == 2:  # float32 has no registers for it
-        found.insert(0, found.pop(3))
-    return found
+        default = turned
+    return [default, *(tiling for tiling in found if tiling != default)]
