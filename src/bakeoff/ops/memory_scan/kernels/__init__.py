@@ -48,6 +48,6 @@ def tilings(direction: str, hidden: int, width: int, itemsize: int) -> list[Tili
     default = short
     if width > _SHORT and direction == "forward":
         default = ahead
-    elif width > _SHORT and itemsize == 2:  # float32 has no registers for it
+    elif width > _SHORT and itemsize == 2:  # not timed in float32
         default = turned
     return [default, *(tiling for tiling in found if tiling != default)]
