@@ -9,12 +9,15 @@ momentum behind the memory.
 
 from typing import NamedTuple
 
+import torch
+
 __all__ = ["PAIR", "Tiling", "tilings"]
 
 PAIR = 2
 """Warps that wgmma has no use for."""
 
 
+_HIP = torch.version.hip is not None
 _SHORT = 64
 """Most features over which loops are too short to fetch ahead."""
 
@@ -34,14 +37,15 @@ class Tiling(NamedTuple):
         return self.warps > PAIR
 
 
-def tilings(direction: str, hidden: int, width: int, itemsize: int) -> list[Tiling]:
+def tilings(direction: str, hidden: int, width: int, itemsize: int, hip: bool = _HIP) -> list[Tiling]:
     """The default, then others; `width` is the larger of keys' and values' features, `itemsize` their bytes.
 
     Products must be mma.sync: with wgmma, which takes four warps and 64 rows, Triton 3.6 builds kernels here
     that read illegal addresses. So two warps take products as they stand. More take those over tokens turned
     (`turned`), with 16 or 32 rows, in the kernels that chunks wait for; the others keep two.
     """
-    short, turned, ahead = Tiling(16, 32, PAIR, 1), Tiling(16, 32, 4, 2), Tiling(16, 32, PAIR, 3)
+    short, turned = Tiling(16, 32, PAIR, 1), Tiling(16, 32, 4, 2)
+    ahead = Tiling(16, 32, PAIR, 2 if hip else 3)  # AMD's GPUs have 64 KiB of shared memory
     found = [short, Tiling(16, 32, 4, 1), Tiling(16, 16, 4, 1), turned, ahead]
     if hidden > 16:
         found += [Tiling(32, 32, PAIR, 1), Tiling(32, 32, 8, 1), Tiling(16, 32, 8, 1)]
