@@ -131,15 +131,16 @@ LARGEST_EXACT = _case("largest", 4, 1024, C=2, W=64, K=64, D=512, features="comp
 
 
 some = pytest.mark.parametrize(
-    "some", [slice(1, 4), pytest.param(slice(4, None), marks=pytest.mark.exhaustive)], ids=["first", "others"]
+    "some", [slice(1, 2), pytest.param(slice(2, None), marks=pytest.mark.exhaustive)], ids=["first", "others"]
 )
 
 
+@some
 @pytest.mark.parametrize("name", ["16x1024", pytest.param("8x2048 C4", marks=pytest.mark.exhaustive)])
-def test_variants_of_the_forward(name: str) -> None:
+def test_variants_of_the_forward(name: str, some: slice) -> None:
     tilings = forward_tilings(CASES[name], "sm_90")
     assert len(set(tilings)) == len(tilings) > 5
-    for tiling in tilings[::2]:
+    for tiling in tilings[::2][some]:
         check(forward(CASES[name], "sm_90", tiling), 0)
 
 

@@ -46,7 +46,9 @@ def compiled(name, target, *, chunk=64, D=64, H=256, dtype=torch.bfloat16, tilin
     return build(kernel, signature, constants, target, num_warps=warps, num_stages=tiling.stages)
 
 
-@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in PRODUCTS else [pytest.mark.exhaustive]) for n in CHUNKS]
+)
 def test_chunks_of_64_fit_without_wgmma(name):
     built = compiled(name, "sm_90")
     assert "wgmma" not in built.assembly  # with which kernels read outside shared memory
@@ -55,7 +57,7 @@ def test_chunks_of_64_fit_without_wgmma(name):
 
 
 @pytest.mark.parametrize("tiling", tilings(64)[1:2])
-@pytest.mark.parametrize("name", IN_TURN)
+@pytest.mark.parametrize("name", ["_learn", pytest.param("_to_states", marks=pytest.mark.exhaustive)])
 def test_more_warps_do_without_wgmma_too(name, tiling):
     built = compiled(name, "sm_90", D=384, H=1536, dtype=torch.float32, tiling=tiling)
     assert "wgmma" not in built.assembly

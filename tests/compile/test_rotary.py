@@ -83,8 +83,14 @@ def test_the_widest_head_fits(R):
         assert compiled(case.replace(interleaved=interleaved), True, "sm_80").spills == 0
 
 
-@pytest.mark.parametrize("tiling", kernels.tilings(None)[1:])
-@pytest.mark.parametrize("name", ["large", "small", "interleaved"])
+@pytest.mark.parametrize(
+    ("name", "tiling"),
+    [
+        pytest.param(name, tiling, marks=[] if i % 3 == j else [pytest.mark.exhaustive])
+        for j, name in enumerate(("large", "small", "interleaved"))
+        for i, tiling in enumerate(kernels.tilings(None)[1:])
+    ],
+)
 def test_variants(name, tiling):
     built = compiled(CASES[name], False, "sm_90", tiling)
     assert built.spills == 0
