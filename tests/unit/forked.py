@@ -3,6 +3,7 @@
 The fork computes with one thread: those of this process don't exist there.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -57,7 +58,7 @@ class Forked:
 
     def said(self) -> str:
         """What it wrote so far."""
-        return self.out.read_text() if isinstance(self.out, Path) else ""
+        return self.out.read_text() if isinstance(self.out, Path) and self.out.exists() else ""
 
     def __enter__(self) -> "Forked":
         return self
@@ -82,9 +83,13 @@ def _status(act: Callable[[], object], out: Path | int) -> int:
         status = returned if isinstance(returned, int) else 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, str):  # as Python does
+            print(end.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
         status = 99
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     try:  # as Python does when a process ends
         sys.stdout.flush()
     except OSError:
