@@ -68,6 +68,18 @@ class Forked:
             self.end(signal.SIGKILL)
 
 
+def said_by(program: str, folder: Path) -> str:
+    """What a program says that runs in a fork and ends well, with a cache of its own in `folder`."""
+
+    def act() -> None:
+        os.environ["BAKEOFF_CACHE"] = str(folder / "cache")
+        exec(program, {"__name__": "__main__"})
+
+    with Forked(act, folder / "said") as process:
+        assert process.end() == 0, process.said()
+        return process.said()
+
+
 def _status(act: Callable[[], object], out: Path | int) -> int:
     file = out if isinstance(out, int) else os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
