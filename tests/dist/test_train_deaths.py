@@ -141,11 +141,18 @@ def test_a_rank_that_fails_is_quoted(settings: Path) -> None:
     assert "rank 1 failed with ValueError: rank of bad luck" in text
 
 
+@pytest.fixture
+def _place_for_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torchrun's, which it leaves there."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 # Finds a port of its own, at an address that needs no name service.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
             "--nproc-per-node", "2"]  # fmt: skip
 
 
+@pytest.mark.usefixtures("_place_for_its_logs")
 def test_torchrun_from_the_command_line(settings: Path, tmp_path: Path) -> None:
     command = [*TORCHRUN, "-m", "bakeoff", "train", "--config", str(settings), "train.steps=4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
@@ -164,6 +171,7 @@ TWICE = """
 """
 
 
+@pytest.mark.usefixtures("_place_for_its_logs")
 def test_a_process_may_join_again_and_again(tmp_path: Path) -> None:
     """Two runs in one process; a group that is taken down and set up again meets its own old addresses."""
     program = tmp_path / "twice.py"
