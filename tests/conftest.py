@@ -98,6 +98,10 @@ def pytest_configure(config: pytest.Config) -> None:
         reason = NEEDS[lane]() if lane in NEEDS else None
         if reason:
             _unable[lane] = reason
+    if config.getoption("--hypothesis-profile", None) == "quick":
+        # torch.compile's C++ takes half as long to compile without vectors, and takes 9 s to find out which
+        # there are. `make test-all` has them.
+        os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
     if importlib.util.find_spec("hypothesis"):
         from hypothesis import HealthCheck, settings
 

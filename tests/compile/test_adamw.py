@@ -50,9 +50,17 @@ def build_update(target: str, form: str, each: int, tiling: Tiling, summed: bool
 
 
 @pytest.mark.kernel(of=lambda form, **_: form == "remainder")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "each"),
+    [
+        pytest.param(
+            form, each, marks=[] if each or form in ("fp32", "remainder") else [pytest.mark.exhaustive]
+        )
+        for form in FORMS
+        for each in (1, 0)
+    ],
+)
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("each", [0, 1])
 def test_update(target: str, form: str, each: int) -> None:
     param, grad, state, master = FORMS[form]
     tiling = tilings(state.primitive_bitwidth // 8)[0]
@@ -72,7 +80,9 @@ def test_update(target: str, form: str, each: int) -> None:
 
 
 @pytest.mark.kernel(of=lambda form, **_: form == "fp32")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=[pytest.mark.exhaustive] if f == "fp16" else []) for f in FORMS]
+)
 @pytest.mark.parametrize("target", TARGETS)
 def test_update_with_sums(target: str, form: str) -> None:
     state = FORMS[form][2]

@@ -110,7 +110,7 @@ def split(case: Case) -> int:
     return int(arguments(case, "sm_90")[1]["SPLIT"])
 
 
-@pytest.mark.parametrize(("name", "target"), builds(set()))
+@pytest.mark.parametrize(("name", "target"), builds({"4x8192 D512", "16x1024 grid"}))
 def test_forward(name: str, target: str) -> None:
     check(
         forward(CASES[name], target), FORWARD_SPILLS if target == "gfx942" and split(CASES[name]) == 3 else 0
@@ -131,22 +131,23 @@ LARGEST_EXACT = _case("largest", 4, 1024, C=2, W=64, K=64, D=512, features="comp
 
 
 some = pytest.mark.parametrize(
-    "some", [slice(1, 4), pytest.param(slice(4, None), marks=pytest.mark.exhaustive)], ids=["first", "others"]
+    "some", [slice(1, 2), pytest.param(slice(2, None), marks=pytest.mark.exhaustive)], ids=["first", "others"]
 )
 
 
+@some
 @pytest.mark.parametrize("name", ["16x1024", pytest.param("8x2048 C4", marks=pytest.mark.exhaustive)])
-def test_variants_of_the_forward(name: str) -> None:
+def test_variants_of_the_forward(name: str, some: slice) -> None:
     tilings = forward_tilings(CASES[name], "sm_90")
     assert len(set(tilings)) == len(tilings) > 5
-    for tiling in tilings[::2]:
+    for tiling in tilings[::2][some]:
         check(forward(CASES[name], "sm_90", tiling), 0)
 
 
-@some
-def test_every_variant_of_the_largest_forward_fits_the_chip(some: slice) -> None:
+@pytest.mark.exhaustive
+def test_every_variant_of_the_largest_forward_fits_the_chip() -> None:
     """Where tiles of the weight are largest; registers may run out, shared memory must not."""
-    for tiling in forward_tilings(LARGEST, "sm_90")[some]:
+    for tiling in forward_tilings(LARGEST, "sm_90")[1:]:
         check(forward(LARGEST, "sm_90", tiling), 1024)
 
 

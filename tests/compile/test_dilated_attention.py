@@ -110,11 +110,11 @@ SHORT = CASES["1x8192x16x64"], CASES["1x8192x16x64 causal"]
 @pytest.mark.parametrize(
     ("case", "merge", "dtype"),
     [
-        (LONG[0], False, torch.bfloat16),
+        pytest.param(LONG[0], False, torch.bfloat16, marks=pytest.mark.exhaustive),
         (LONG[0], True, torch.float16),
-        (LONG[1], True, torch.bfloat16),
-        (SHORT[0], True, torch.bfloat16),
-        (SHORT[1], False, torch.float16),
+        pytest.param(LONG[1], True, torch.bfloat16, marks=pytest.mark.exhaustive),
+        pytest.param(SHORT[0], True, torch.bfloat16, marks=pytest.mark.exhaustive),
+        (SHORT[1], False, torch.bfloat16),
     ],
     ids=str,
 )

@@ -213,8 +213,13 @@ def varied(axis: str) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tilings, "multiprocessors", lambda _: SMS["sm_90"])
             every = getattr(tilings, f"{axis}_tilings")(Case(args, "cuda"))
-        listed += [pytest.param(form, t, id=f"{form} {tuple(t)}") for t in every[1::6] if t.passes == 1]
-    return listed
+        listed += [(form, tiling) for tiling in every[1::6] if tiling.passes == 1]
+    return [
+        pytest.param(
+            *given, id=f"{given[0]} {tuple(given[1])}", marks=[pytest.mark.exhaustive] if i % 2 else []
+        )
+        for i, given in enumerate(listed)
+    ]
 
 
 @pytest.mark.parametrize(("form", "tiling"), varied("forward"))

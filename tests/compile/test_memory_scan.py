@@ -47,7 +47,9 @@ def compiled(name, target, *, chunk=64, D=64, H=256, dtype=torch.bfloat16, tilin
     return build(kernel, signature, constants, target, num_warps=warps, num_stages=tiling.stages)
 
 
-@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in PRODUCTS else [pytest.mark.exhaustive]) for n in CHUNKS]
+)
 def test_chunks_of_64_fit_without_wgmma(name):
     built = compiled(name, "sm_90")
     assert "wgmma" not in built.assembly  # with which kernels read outside shared memory
@@ -75,8 +77,11 @@ def test_every_tiling_fits(name, which, dtype, target):
     assert built.shared <= SHARED_LIMIT[target]
 
 
+# For sm_90 those of 64 are built.
 @pytest.mark.kernel(of=lambda name: name)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=[pytest.mark.exhaustive] if t == "sm_90" else []) for t in TARGETS]
+)
 @pytest.mark.parametrize("name", CHUNKS)
 def test_chunks_of_16_spill_little(name, target):
     built = compiled(name, target, chunk=16, H=64)

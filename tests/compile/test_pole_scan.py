@@ -129,8 +129,14 @@ def test_the_rest_builds(name, constants, target):
     assert built.shared <= min(SHARED_LIMIT[target], 8 << 10)
 
 
-@pytest.mark.parametrize("name", ["_forward", "_backward_input", "_backward_poles"])
-@pytest.mark.parametrize("C", [1, pytest.param(40, marks=pytest.mark.exhaustive), 100])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_forward",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("_backward_input", "_backward_poles")),
+    ],
+)
+@pytest.mark.parametrize("C", [1, *(pytest.param(C, marks=pytest.mark.exhaustive) for C in (40, 100))])
 def test_few_channels(name, C):
     built = compiled(name, 5, "sm_90", C=C)
     assert (built.spills, built.shared) == (0, 0)

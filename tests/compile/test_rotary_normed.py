@@ -19,6 +19,8 @@ from bakeoff.select import TensorMeta
 
 TRITON = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 CASES = {case.name: case for case in OP.cases() if case.q_weight is not None}
+ALIKE = {"normed grouped", "normed offset"}
+"""To another case, in what is built for it."""
 SMS = 132
 STEPS = [f"{name}_{axis}" for name in ("gq", "gk", "q", "k") for axis in "bth"]
 
@@ -73,7 +75,10 @@ def compiled(case, target, backward, tiling=None, **override):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if name in ALIKE else []) for name in CASES],
+)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_no_spills_and_wide_accesses(name, backward, target):
     case = CASES[name]

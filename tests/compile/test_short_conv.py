@@ -22,7 +22,7 @@ SOME = (
     "decode",
     "odd",
 )
-FEW = ("16x2048x2048 W4", "fp32 weight", "packed, with state", "decode")
+FEW = ("16x2048x2048 W4", "packed, with state", "decode")
 _SMS = 132
 
 

@@ -1,52 +1,55 @@
 """A rank that dies, hangs or fails ends the job within seconds, and the others say which one it was."""
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from bakeoff.errors import BakeoffError
 from bakeoff.models.llm_med import Config as ModelConfig
 from bakeoff.models.longnet import Config as LongNetConfig
-from bakeoff.apps.train import resolve
+from bakeoff.apps.train import resolve, setup, train
 from bakeoff.apps.train.config import Config, Data, Metrics, Parallel, Select, Train, to_toml
 from bakeoff.apps.train.metrics import read_metrics
+from tests.unit.forked import Forked, Started
 
 DEAD_AFTER_S = 3
 SOON_S = 60  # a few seconds on a busy machine; the time limit of collectives is 10 minutes
 LIMIT_S = 120
 
-PROGRAM = """
-    import os, signal, sys, time
-    import torch
-    torch.set_num_threads(1)
-    from bakeoff.errors import BakeoffError
-    from bakeoff.apps.train import Config, resolve, setup, train
 
-    rank, who, what, when = int(os.environ["RANK"]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+def doomed(settings: Path, port: int, rank: int, world: int, who: int, what: str, when: int) -> None:
+    """Trains as one rank; at the step `when`, `what` befalls rank `who`: an error, or a signal."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()})
 
     class Doomed(setup.Stepper):
         made = 0
-        def __call__(self, rows, lr):
+
+        def __call__(self, *given: Any) -> None:
             self.made += 1
             if self.made == when and rank == who:
                 print("now", flush=True)
                 if what == "raises":
                     raise ValueError("rank of bad luck")
                 os.kill(os.getpid(), getattr(signal, what))
-            super().__call__(rows, lr)
+            super().__call__(*given)
 
-    setup.Stepper = Doomed
+    setup.Stepper = Doomed  # type: ignore[misc]
     try:
-        train(resolve(Config(), sys.argv[1]))
+        train(resolve(Config(), settings))
     except BakeoffError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-"""
 
 
 @pytest.fixture
@@ -85,46 +88,25 @@ def in_parts(settings: Path) -> Path:
     return settings
 
 
-def launch(settings: Path, world: int, who: int, what: str, when: int = 5) -> list[subprocess.Popen[str]]:
+def ended(
+    settings: Path, world: int, who: int, what: str, when: int = 5, *, cuda: bool = False
+) -> tuple[list[str], float]:
+    """What the surviving ranks said once `what` befell rank `who` at the step `when`, and how long after that
+    the last one ended. With `cuda` they are new processes, as forks can't use it."""
     port = free_port()
-    found = []
-    for rank in range(world):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        given = [str(settings), str(who), what, str(when)]
-        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *given]
-        found.append(
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    return found
-
-
-def ended(settings: Path, world: int, who: int, what: str, when: int = 5) -> tuple[list[str], float]:
-    """What the surviving ranks said on standard error once `what` befell rank `who` at the step `when`, and
-    how long after that the last one ended."""
-    ranks = launch(settings, world, who, what, when)
-    try:
-        assert ranks[who].stdout is not None
-        assert ranks[who].stdout.readline() == "now\n"
+    with contextlib.ExitStack() as all_ranks:
+        ranks = list[Forked]()
+        for rank in range(world):
+            given, out = (port, rank, world, who, what, when), settings.parent / f"said by {rank}"
+            call = f"from {__name__} import doomed, Path; doomed(Path({str(settings)!r}), *{given})"
+            begun = Started(call, out) if cuda else Forked(partial(doomed, settings, *given), out)
+            ranks.append(all_ranks.enter_context(begun))
+        ranks[who].wait_for(lambda: "now" in ranks[who].said().splitlines())
         since = time.monotonic()
-        said = []
-        for rank, process in enumerate(ranks):
-            if rank != who:
-                said.append(process.communicate(timeout=LIMIT_S)[1])
-                assert process.returncode == 1, said[-1]
-        return said, time.monotonic() - since
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+        others = [ranks[rank] for rank in range(world) if rank != who]
+        for other in others:
+            assert other.end() == 1, other.said()
+        return [other.said() for other in others], time.monotonic() - since
 
 
 @pytest.mark.parametrize(("world", "who"), [pytest.param(3, 1, marks=pytest.mark.exhaustive), (2, 0)])
@@ -158,11 +140,18 @@ def test_a_rank_that_fails_is_quoted(settings: Path) -> None:
     assert "rank 1 failed with ValueError: rank of bad luck" in text
 
 
+@pytest.fixture
+def _place_for_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torchrun's, which it leaves there."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 # Finds a port of its own, at an address that needs no name service.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
             "--nproc-per-node", "2"]  # fmt: skip
 
 
+@pytest.mark.usefixtures("_place_for_its_logs")
 def test_torchrun_from_the_command_line(settings: Path, tmp_path: Path) -> None:
     command = [*TORCHRUN, "-m", "bakeoff", "train", "--config", str(settings), "train.steps=4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
@@ -181,6 +170,7 @@ TWICE = """
 """
 
 
+@pytest.mark.usefixtures("_place_for_its_logs")
 def test_a_process_may_join_again_and_again(tmp_path: Path) -> None:
     """Two runs in one process; a group that is taken down and set up again meets its own old addresses."""
     program = tmp_path / "twice.py"

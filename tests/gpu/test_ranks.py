@@ -110,7 +110,7 @@ def test_a_killed_rank_is_named(settings: Path, who: int, when: int, mode: str) 
     settings.write_text(
         on_cpu.replace('device = "cpu"', 'device = "cuda"').replace('mode = "auto"', f'mode = "{mode}"')
     )
-    said, seconds = ended(settings, 2, who, "SIGKILL", when)
+    said, seconds = ended(settings, 2, who, "SIGKILL", when, cuda=True)
     assert seconds < SOON_S
     for text in said:
         why = f"rank {who} is dead", "can't be reached"  # rank 0 keeps the store

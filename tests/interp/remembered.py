@@ -24,6 +24,9 @@ _new_type, _equal_types = core.block_type.__init__, core.block_type.__eq__
 _new_tensor = core.tensor.__init__
 _equal_dtypes = core.dtype.__eq__
 _broadcast = _semantic.broadcast_impl_value
+_prepare = _semantic.binary_op_type_checking_impl
+_constant = _semantic.scalar_constant
+_constants: dict[tuple[Any, ...], Any] = {}
 _integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
 
 
@@ -37,6 +40,8 @@ def install() -> None:
     core.block_type.__eq__ = _equal_to_type
     core.tensor.__init__ = _tensor_of_shape
     _semantic.broadcast_impl_value = _broadcast_values
+    _semantic.binary_op_type_checking_impl = _operands
+    _semantic.scalar_constant = _scalar_constant
 
 
 def _np_dtype(kind: Any) -> Any:
@@ -104,6 +109,27 @@ def _broadcast_values(lhs: Any, rhs: Any) -> tuple[Any, Any]:
             _together[id(first), id(second)] = lhs.type.shape, _sizes(lhs.type.shape)
         return lhs, rhs
     return _of_shape(lhs, *known), _of_shape(rhs, *known)
+
+
+_UNPROMOTED = frozenset({core.float32, core.float64, core.int32, core.int64})
+"""Two operands of one of these stay as they are, in every operation."""
+
+
+def _operands(lhs: Any, rhs: Any, *how: Any, **named: Any) -> tuple[Any, Any]:
+    """Both operands of one type and one shape."""
+    if type(lhs) is core.tensor and type(rhs) is core.tensor:
+        first, second = lhs.type, rhs.type
+        if first.scalar is second.scalar and first.scalar in _UNPROMOTED:
+            return _semantic.broadcast_impl_value(lhs, rhs)
+    prepared: tuple[Any, Any] = _prepare(lhs, rhs, *how, **named)
+    return prepared
+
+
+def _scalar_constant(value: Any, dtype: Any) -> Any:
+    known = value, type(value), str(value), dtype  # -0.0 is another number than 0.0
+    if known not in _constants:
+        _constants[known] = _constant(value, dtype)
+    return _constants[known]
 
 
 def _of_shape(x: Any, shape: Any, sizes: tuple[int, ...]) -> Any:

@@ -413,7 +413,7 @@ VARIANTS = [
 @pytest.mark.parametrize(("name", "L", "major"), VARIANTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    "some", [slice(1, 4), pytest.param(slice(4, None), marks=pytest.mark.exhaustive)], ids=["first", "others"]
+    "some", [slice(1, 3), pytest.param(slice(3, None), marks=pytest.mark.exhaustive)], ids=["first", "others"]
 )
 def test_every_variant(monkeypatch, name, L, major, dtype, some):
     """Also at a length, of channels and of rows, that it wasn't made for."""

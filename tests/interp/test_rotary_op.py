@@ -164,7 +164,10 @@ def test_what_triton_leaves_to_eager():
             rotary(q, k, cos.detach(), sin, impl=peer)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+DISTINCT = {str(shrunk(case).args): case for case in CASES}.values()
+
+
+@pytest.mark.parametrize("case", DISTINCT, ids=lambda case: case.name)
 def test_the_grid_passes_the_contest_verification(case):
     small = shrunk(case)
     OP.check(small)

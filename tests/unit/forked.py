@@ -3,6 +3,7 @@
 The fork computes with one thread: those of this process don't exist there.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -57,7 +58,7 @@ class Forked:
 
     def said(self) -> str:
         """What it wrote so far."""
-        return self.out.read_text() if isinstance(self.out, Path) else ""
+        return self.out.read_text() if isinstance(self.out, Path) and self.out.exists() else ""
 
     def __enter__(self) -> "Forked":
         return self
@@ -65,6 +66,30 @@ class Forked:
     def __exit__(self, *_: object) -> None:
         if not self.ended():
             self.end(signal.SIGKILL)
+
+
+class Started(Forked):
+    """The same of a program in a process of its own, which may use CUDA though this one did."""
+
+    def __init__(self, program: str, out: Path) -> None:
+        self.out = out
+        self.status = None
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        files = [(os.POSIX_SPAWN_OPEN, 1, str(out), flags, 0o600), (os.POSIX_SPAWN_DUP2, 1, 2)]
+        paths = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self.pid = os.posix_spawn(sys.executable, [sys.executable, "-c", program], paths, file_actions=files)
+
+
+def said_by(program: str, folder: Path) -> str:
+    """What a program says that runs in a fork and ends well, with a cache of its own in `folder`."""
+
+    def act() -> None:
+        os.environ["BAKEOFF_CACHE"] = str(folder / "cache")
+        exec(program, {"__name__": "__main__"})
+
+    with Forked(act, folder / "said") as process:
+        assert process.end() == 0, process.said()
+        return process.said()
 
 
 def _status(act: Callable[[], object], out: Path | int) -> int:
@@ -82,9 +107,13 @@ def _status(act: Callable[[], object], out: Path | int) -> int:
         status = returned if isinstance(returned, int) else 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, str):  # as Python does
+            print(end.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
         status = 99
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     try:  # as Python does when a process ends
         sys.stdout.flush()
     except OSError:

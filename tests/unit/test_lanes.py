@@ -120,20 +120,25 @@ def test_exhaustive_tests_run_only_when_all_are_asked_for(lanes) -> None:
     assert lines[-1].startswith("2 passed, 0 failed, 0 skipped in ")
 
 
-def test_one_configuration_of_a_kernel_is_enough_off_the_main_target(lanes) -> None:
+def test_off_the_main_target_a_kernel_is_built_once_and_the_first_one_for_all(lanes, tmp_path: Path) -> None:
     body = (
-        "import pytest\n"
-        "@pytest.mark.parametrize('target', ['sm_80', 'sm_90'])\n"
-        "@pytest.mark.parametrize('size', range(5))\n"
-        "def test_a(size, target): pass\n"
+        "import pathlib, pytest\n"
+        "targets = pytest.mark.parametrize('target', ['sm_80', 'sm_90', 'sm_100', 'gfx942'])\n"
+        "def built(*what): pathlib.Path('built').open('a').write(' '.join(map(str, what)) + '\\n')\n"
+        "@targets\n"
+        "@pytest.mark.parametrize('size', [pytest.param(0, marks=pytest.mark.exhaustive), 1, 2, 3])\n"
+        "def test_a(size, target): built('a', size, target)\n"
         "@pytest.mark.kernel(of=lambda size: size > 1)\n"
-        "@pytest.mark.parametrize('target', ['sm_80', 'sm_90'])\n"
-        "@pytest.mark.parametrize('size', range(5))\n"
-        "def test_b(size, target): pass\n"
+        "@targets\n"
+        "@pytest.mark.parametrize('size', range(4))\n"
+        "def test_b(size, target): built('b', size, target)\n"
     )
     status, lines = lanes("compile", compile_a=body)
     assert status == 0, lines
-    assert lines[-1].startswith("13 passed, 0 failed, 0 skipped in ")
+    built = (tmp_path / "built").read_text().splitlines()
+    elsewhere = ["a 1 sm_80", "a 1 sm_100", "a 1 gfx942", "b 0 sm_100", "b 2 gfx942"]
+    main = [f"{name} {size} sm_90" for name, first in (("a", 1), ("b", 0)) for size in range(first, 4)]
+    assert sorted(built) == sorted(main + elsewhere)
 
 
 def test_an_empty_lane_says_so(lanes) -> None:

@@ -275,7 +275,7 @@ def test_compiled_code_finds_the_same_ngrams() -> None:
         torch.testing.assert_close(torch.compile(embedded)(ids), embedded(ids))
 
 
-@pytest.mark.parametrize("changes", [{}, SHAPES["every rung"]])
+@pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.exhaustive), SHAPES["every rung"]])
 def test_compiles_as_one_graph(changes: dict[str, object]) -> None:
     """Traced and differentiated by torch.compile, with no code generator, which the CPU may lack."""
     model = perturbed(torch.float32, **{**changes, "layers": 1})

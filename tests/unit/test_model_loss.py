@@ -264,8 +264,15 @@ def test_without_data(name: str) -> None:
     assert loss.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["llm-med, capped", "longnet"])
-@CANDIDATES
+@pytest.mark.parametrize(
+    ("name", "candidate"),
+    [
+        ("llm-med, capped", "chunked"),
+        ("longnet", "eager"),
+        pytest.param("llm-med, capped", "eager", marks=pytest.mark.exhaustive),
+        pytest.param("longnet", "chunked", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_one_graph_of_torch_compile(name: str, candidate: str) -> None:
     torch.compiler.reset()
     model, (ids, targets) = model_of(name), batch_of(name)

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import bakeoff
+from tests.unit.forked import said_by
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -175,8 +177,10 @@ def test_every_command_explains_itself_and_is_documented() -> None:
 
 @pytest.mark.parametrize("command", ["doctor", "ops"])
 def test_cheap_commands_run(command: str) -> None:
-    done = cli(command)
-    assert done.returncode == 0, done.stdout + done.stderr
+    from bakeoff.apps.cli import main
+
+    done = CliRunner().invoke(main, [command])
+    assert done.exit_code == 0, done.output
     assert done.stdout.strip()
 
 
@@ -189,15 +193,15 @@ def test_make_help_lists_every_target() -> None:
     assert listed == set(phony[1].split()) - {"help"} | {"help"}
 
 
-def test_readme_example_runs() -> None:
+@pytest.mark.usefixtures("forked_workers")
+def test_readme_example_runs(tmp_path: Path) -> None:
     (example,) = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
     )
     assert len(example.splitlines()) <= 20
-    done = run(sys.executable, "-c", example)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "choice:" in done.stdout
-    assert "source: measured now" in done.stdout, "each call runs its winner, the page says"
+    said = said_by(example, tmp_path)
+    assert "choice:" in said
+    assert "source: measured now" in said, "each call runs its winner, the page says"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -32,10 +32,12 @@ NOTEBOOK = """
             bucket=lambda c: c, cost=lambda c: Cost(2 * c.x.nbytes, c.x.numel), cases=lambda: [],
             heuristic=lambda c, r: "eager", features={"x": 1}, batched=frozenset({"x"}),
         )
+    import bakeoff.select.choose.tune
+    sys.modules["bakeoff.select.choose.tune"]._PER_KEY_S = 0.3
     x = torch.randn(64, 64)
     for name in sys.argv[1:]:
         op = declared({"right": lambda x: torch.relu(x), "wrong": lambda x: torch.sigmoid(x)}[name])
-        report = bakeoff.tune(lambda: call(op, x), budget_s=3)
+        report = bakeoff.tune(lambda: call(op, x), budget_s=30)
         print(report.measured, *report.choices.values(), torch.equal(call(op, x), reference(x)))
 """
 

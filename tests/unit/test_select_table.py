@@ -1,6 +1,8 @@
 """The table on disk: whatever lies there, a run goes on, nothing good is lost, only the sound is believed."""
 
 import errno
+import functools
+import itertools
 import json
 import logging
 import multiprocessing
@@ -9,7 +11,6 @@ import pwd
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +29,8 @@ from bakeoff.select.contests.measure import Timing
 from bakeoff.select.contests.verdict import Trial, Verdict
 from bakeoff.select.declare.key import key
 from tests.unit import zoo
+from tests.unit.forked import Forked
 
-ROOT = Path(__file__).parents[2]
 OP = zoo.op(zoo.GOOD, name="zoo_table")
 
 
@@ -474,34 +475,22 @@ def test_writers_in_several_processes_lose_nothing_and_readers_see_no_torn_file(
     assert set(read(store.path("cpu")).rows) == wanted
 
 
-KILLED = """
-    import os, sys
-    sys.path[:0] = [{source!r}, {root!r}]
-    from tests.unit import test_select_table as t
-    from bakeoff.select.choose.table import Store
-    if {inside}:
-        replace = os.replace
-        os.replace = lambda *a: (print("half", flush=True), __import__("time").sleep(60))
-    rows = 10
-    while True:
-        Store().add([t.row(rows=rows % 4000)], "cpu")
+def _write_on(inside: bool) -> None:
+    """Until it is killed; `inside`: stops in the middle."""
+    if inside:
+        os.replace = lambda *_: (print("half", flush=True), time.sleep(60))  # type: ignore[assignment]
+    for rows in itertools.count(10):
+        Store().add([row(rows=rows % 4000)], "cpu")
         print("one", flush=True)
-        rows += 1
-"""
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["before the rename", "at any time"])
-def test_kill_9_while_writing_leaves_a_whole_table(store: Store, inside: bool) -> None:
+def test_kill_9_while_writing_leaves_a_whole_table(store: Store, inside: bool, tmp_path: Path) -> None:
     store.add([row(rows=3)], "cpu")
-    code = textwrap.dedent(KILLED).format(source=str(ROOT / "src"), root=str(ROOT), inside=inside)
-    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    for _ in range(1 if inside else 5):
-        assert writer.stdout.readline()
-    time.sleep(0 if inside else 0.013)
-    os.kill(writer.pid, signal.SIGKILL)
-    writer.wait()
-    writer.stdout.close()
+    with Forked(functools.partial(_write_on, inside), tmp_path / "said") as writer:
+        writer.wait_for(lambda: writer.said().count("\n") >= (1 if inside else 5))
+        time.sleep(0 if inside else 0.013)
+        assert writer.end(signal.SIGKILL) == -signal.SIGKILL
     assert row(rows=3).key in read(store.path("cpu")).rows
     Store().add([row(rows=2)], "cpu")  # the dead writer's lock is gone
     assert found(row(rows=2)) is not None

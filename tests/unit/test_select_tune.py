@@ -27,6 +27,8 @@ from tests.unit import test_select_policy as toys
 from tests.unit import zoo
 from tests.unit.verdicts import no_verdicts
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 module = __import__("sys").modules["bakeoff.select.choose.tune"]
 
 

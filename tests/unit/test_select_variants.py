@@ -29,6 +29,8 @@ from tests.unit import verdicts, zoo
 from tests.unit.compiler import needs_compiler
 from tests.unit.zoo import text_of
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 Cost = Callable[[int, int], float]
 find_op("rms_norm")  # declares all
 OPS = tuple(registry.values())

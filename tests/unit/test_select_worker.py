@@ -49,6 +49,7 @@ def descriptors() -> set[str]:
     return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_crashes_of_every_kind_are_rejections(worker: Worker) -> None:
     heard: list[str] = []
     worker.announce = heard.append
@@ -79,6 +80,7 @@ def test_the_worker_of_the_last_contest_is_used_again(worker: Worker) -> None:
     assert verdict.key == "zoo_calm(x=bf16[20,8]', w=bf16[8]') cpu eager"
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_who_meddles_with_the_worker_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bakeoff.select.contests.worker._END_S", 0.5)
     with Worker() as worker:
@@ -106,6 +108,7 @@ def test_verdicts_that_were_not_asked_for_are_no_verdicts() -> None:
         assert unlike_asked(zoo.CALM, request, wrong).startswith(problem)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_hang_is_ended_and_rejected() -> None:
     with Worker(stage_limit_s=3) as worker:
         (verdict,) = worker.contest(zoo.HANGING, zoo.case(), ("eager",), 0.01)
@@ -113,6 +116,7 @@ def test_a_hang_is_ended_and_rejected() -> None:
         assert trial(verdict, "good").rejected is None
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_contest_that_is_stopped_ends_at_once_with_the_reason() -> None:
     """In the middle of a candidate that would hang for long; no other process is started for the rest."""
 
@@ -126,6 +130,7 @@ def test_a_contest_that_is_stopped_ends_at_once_with_the_reason() -> None:
                 worker.contest(zoo.HANGING, zoo.case(), ("eager",), 0.01)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_an_incumbent_that_crashes_ends_the_contest_with_its_reason() -> None:
     with (
         Worker() as worker,

@@ -1,8 +1,6 @@
 """What swap leaves alone or refuses, with the reason; plain modules; the loss's conditions."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import bakeoff
 from bakeoff.errors import SwapError
 from bakeoff.swaps.own_globals import with_globals
 from bakeoff.swaps.replacement import replacement_of
+from tests.unit.forked import said_by
 from tests.unit.swapped import HAS, gradients, made, tokens
 
 needs_loss = pytest.mark.skipif(not HAS["loss"], reason="no op linear_cross_entropy")
@@ -307,12 +306,10 @@ def test_decorators_that_hide_what_they_wrap() -> None:
     assert shown(3) == 3
 
 
-def test_documented_example_runs() -> None:
+def test_documented_example_runs(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "in-your-own-model.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "results agree" in done.stdout
+    assert "results agree" in said_by(example, tmp_path)
 
 
 def test_bench_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
