@@ -23,8 +23,6 @@ from typing import IO
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 WORKERS = ["-n", "auto", "--maxprocesses", "4"]
-ONE_MORE = ["-n", str(min(4, os.cpu_count() or 1) + 1)]
-"""For a lane that waits a seventh of its time for processes of its own."""
 
 LINT = (
     ("ruff check", [sys.executable, "-m", "ruff", "check", "--quiet", "."]),
@@ -34,7 +32,7 @@ LINT = (
 )
 # Tests on one GPU would share its memory and disturb each other's graphs.
 OPTIONS = {
-    "unit": [*ONE_MORE, "--dist", "loadfile", "--timeout", "300"],
+    "unit": [*WORKERS, "--dist", "loadfile", "--timeout", "300"],
     "interp": [*WORKERS, "--dist", "worksteal", "--timeout", "300"],
     "compile": [*WORKERS, "--dist", "worksteal", "--timeout", "300"],
     "dist": [*WORKERS, "--dist", "worksteal", "--timeout", "300"],
