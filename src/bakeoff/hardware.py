@@ -272,17 +272,17 @@ def _strangers() -> int:
     listed = _nvidia_smi("--query-compute-apps=pid").split()
     pids = {int(pid) for pid in listed if pid.isdigit()}
     own = {os.getpid(), os.getppid()}
-    own |= {child for parent in own for child in _children(parent) if _is_worker(child)}
+    own |= {child for child in _children(own) if _is_worker(child)}
     # In a container the listed numbers are the host's; then as many processes may be ours.
     return len(pids - own) if pids & own else max(0, len(pids) - len(own))
 
 
-def _children(pid: int) -> set[int]:
-    """Processes that `pid` started. Not every kernel lists them, so each process is asked for its parent."""
+def _children(pids: set[int]) -> set[int]:
+    """Processes that these started. Not every kernel lists them, so each process is asked for its parent."""
     found: set[int] = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # a process that has ended
-            if int(path.read_text("utf-8", "replace").rpartition(")")[2].split()[1]) == pid:
+            if int(path.read_text("utf-8", "replace").rpartition(")")[2].split()[1]) in pids:
                 found.add(int(path.parent.name))
     return found
 

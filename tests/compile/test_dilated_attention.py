@@ -115,6 +115,7 @@ SHORT = CASES["1x8192x16x64"], CASES["1x8192x16x64 causal"]
         pytest.param(LONG[1], True, torch.bfloat16, marks=pytest.mark.exhaustive),
         pytest.param(SHORT[0], True, torch.bfloat16, marks=pytest.mark.exhaustive),
         (SHORT[1], False, torch.bfloat16),
+        pytest.param(SHORT[1], False, torch.float16, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

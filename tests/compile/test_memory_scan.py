@@ -15,8 +15,8 @@ from bakeoff.ops.memory_scan.kernels import (
 )
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-# Bytes of local memory a thread.
-SPILLS = {"_learn": 8, "_from_answers": 8}
+# Bytes of local memory a thread, where they aren't 0.
+SPILLS = {("_learn", "sm_90"): 8, ("_from_answers", "sm_100"): 8}
 TOKENS = {"q", "k", "v", "do", "o", "dq", "dk", "dv"}
 IN_TURN = ("_learn", "_to_states")
 """What chunks wait for."""
@@ -85,7 +85,7 @@ def test_every_tiling_fits(name, which, dtype, target):
 @pytest.mark.parametrize("name", CHUNKS)
 def test_chunks_of_16_spill_little(name, target):
     built = compiled(name, target, chunk=16, H=64)
-    assert built.spills <= SPILLS.get(name, 0)
+    assert built.spills <= SPILLS.get((name, target), 0)
     assert built.shared <= SHARED_LIMIT[target]
 
 
