@@ -22,7 +22,10 @@ __all__ = ["block", "filled"]
 _MARKED = re.compile(r"(<!-- lengths: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _NAMES = {
     "cudnn": "dilated, cuDNN branches",
+    "flash_attn_4": "dilated, FlashAttention-4 branches",
     "fused": "dilated, one Triton kernel",
+    "hopper": "dilated, one Hopper kernel",
+    "hopper_flash_attn_4": "dilated, Hopper kernel, FlashAttention-4 backward",
     "equal FLOPs, cudnn": "cuDNN, equal FLOPs",
     "equal FLOPs, flash": "FlashAttention-2, equal FLOPs",
     "dense, cudnn": "dense, cuDNN",
