@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 
 from bakeoff.apps.bench import launch
 from bakeoff.apps.bench.results import ResultsError
+from bakeoff.apps.bench.suites import Cell
 from bakeoff.apps.cli import main
 from bakeoff.select import find_op
 
@@ -90,6 +92,22 @@ def test_every_candidate_is_called_side_by_side_before_any_is_timed(
     assert called == [True, True, False, False]
 
 
+def test_an_interrupt_ends_the_processes_that_compile() -> None:
+    op = find_op("byte_spectral")
+    case = launch.at_length(op, 256, "cpu")
+    assert case is not None
+    heard = []
+
+    def interrupted(stage: str) -> None:
+        heard.append(stage)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch._compile([Cell(op, case.without_grad(), "forward")] * 50, 1, interrupted)
+    assert heard == ["byte_spectral: compiled 1 of 50"]
+    assert not multiprocessing.active_children()
+
+
 def test_ops_without_positions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="ops with positions"):
         launch.run_launch([find_op("swiglu")], "cpu", tmp_path / "launch.json")
@@ -112,7 +130,7 @@ def test_a_candidate_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("out of luck")
 
     monkeypatch.setitem(op.by_name["compiled"].__dict__, "implementation", broken)
-    rows = launch.measured(launch.Cell(op, case.without_grad(), "forward"), 4, 0.001)
+    rows = launch.measured(Cell(op, case.without_grad(), "forward"), 4, 0.001)
     found = {row.candidate: row for row in rows}
     assert found["compiled"].reason == "RuntimeError: out of luck"
     assert found["compiled"].us is None

@@ -134,10 +134,15 @@ def _compile(cells: Sequence[Cell], jobs: int, announce: Callable[[str], None]) 
     spawning = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawning, initializer=_begin, initargs=(compilers(jobs),)) as pool:
         calls = [pool.submit(_call_all, cell.op.name, cell.case) for cell in cells]
-        for done, call in enumerate(as_completed(calls), 1):
-            with contextlib.suppress(BrokenExecutor):  # what killed it is met again, and told, by timing
-                call.result()
-            announce(f"{cells[0].op.name}: compiled {done} of {len(cells)}")
+        try:
+            for done, call in enumerate(as_completed(calls), 1):
+                with contextlib.suppress(BrokenExecutor):  # what killed it is met again, and told, by timing
+                    call.result()
+                announce(f"{cells[0].op.name}: compiled {done} of {len(cells)}")
+        except BaseException:  # Ctrl-C: the pool would first finish every call that is left
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
 
 
 def _begin(environment: Mapping[str, str]) -> None:
