@@ -39,9 +39,18 @@ def test_cases_of_a_length() -> None:
 def test_the_hosts_time_is_that_until_calls_return() -> None:
     """By a clock that moves 3 us a call: the device is waited for outside of what is timed."""
     now = itertools.count(0.0, 24e-6)
-    timing = launch.host_timing([lambda: None], "cpu", 0.0, clock=lambda: next(now))
+    timing = launch.host_timing([lambda: None], "cpu", 1e-3, clock=lambda: next(now))
     assert timing.us == pytest.approx(3.0)
     assert timing.samples >= 7
+
+
+def test_a_slow_candidate_is_called_a_few_times_alone() -> None:
+    """Bursts of a Python loop that takes a second a call would take a minute at every length."""
+    now, calls = itertools.count(0.0, 1.0), []
+    timing = launch.host_timing([lambda: calls.append(1)], "cpu", 1e-3, clock=lambda: next(now))
+    assert timing.us == pytest.approx(1e6)
+    assert timing.samples == 3
+    assert len(calls) == 7  # three before, one that tells how slow it is, three that are timed
 
 
 def test_every_candidate_has_a_row_and_resume_measures_nothing_again(

@@ -17,6 +17,7 @@ from bakeoff.apps.bench import (
     results,
 )
 from bakeoff.apps.bench.exact import exact
+from bakeoff.apps.bench.launch import LaunchRow
 from bakeoff.apps.bench.results import File
 from bakeoff.apps.bench.suites import Cell, cells
 from bakeoff.select import Case, Op
@@ -321,6 +322,32 @@ def test_a_readme_that_is_not_there_is_named(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert "nope.md can't be read" in line
     assert "--readme" in line
+
+
+def test_times_of_the_host_stand_beside_the_devices(rms_norm: Op, tmp_path: Path) -> None:
+    times = [
+        ("eager", "forward", 256, "host", 30.0), ("eager", "forward", 256, "device", 1234.5),
+        ("triton", "forward", 256, "host", 9.04), ("triton", "forward", 256, "device", None),
+        ("triton", "both", 1024, "host", 1000.0),
+    ]  # fmt: skip
+    rows = []
+    for candidate, direction, length, measure, us in times:
+        row = LaunchRow(
+            op="rms_norm", case=f"T={length}", dtype="float32", regime="eager", direction=direction,
+            candidate=candidate, bytes=1, flops=1, us=us, measure=measure, length=length,
+            date="2026-02-03", source_hash=rms_norm.by_name[candidate].source_hash,
+        )  # fmt: skip
+        rows.append(msgspec.to_builtins(row))
+    for name, day, kept in ("old", "2026-01-01", rows[:1]), ("h200", "2026-02-03", rows):
+        (tmp_path / name).mkdir()
+        results.write(tmp_path / name / "launch.json", File(environment(device=name, date=day), kept))
+    text = page.launches("rms_norm", tmp_path)
+    assert "| 256 | 30.0 / 1,234 | 9.0 / - |" in text
+    assert "| 1,024 | 1,000 / - |" in text
+    assert "h200, " in text
+    assert "2026-02-03" in text
+    assert "Stale" not in text
+    assert page.launches("rotary", tmp_path) == ""
 
 
 def test_page_command(rms_norm: Op, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ __all__ = ["LENGTHS", "LaunchRow", "at_length", "host_timing", "run_launch"]
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 _BURST = 8  # calls issued one after another, few enough that the device's queue is never full
+_SLOW = 20  # times its budget may seven bursts take before a candidate gets three single calls
 _SHARE = 0.3  # of a cell's budget, for the host's times
 
 
@@ -208,15 +209,22 @@ def measured(cell: Cell, length: int, budget_s: float) -> list[LaunchRow]:
 def host_timing(
     calls: Sequence[Callable[[], object]], device: str, budget_s: float, clock: Clock = time.perf_counter
 ) -> Timing:
-    """The host's time of a call, in bursts that begin with the device idle. On the CPU, a call's time."""
+    """The host's time of a call, in bursts that begin with the device idle. On the CPU, a call's time.
+
+    At least seven bursts are timed, and `budget_s` more; of calls so slow that seven bursts would take longer
+    than that, three calls.
+    """
     for _ in range(3):  # compile, allocate, record
         for call in calls:
             call()
     synchronize(device)
+    once = seconds_per_call(calls, 1, device, clock=clock, host_only=True)
+    synchronize(device)
+    burst, least = (_BURST, 7) if once * _BURST * 7 <= _SLOW * budget_s else (1, 3)
     samples: list[float] = []
     end = clock() + budget_s
-    while len(samples) < 7 or (clock() < end and len(samples) < 400):
-        samples.append(seconds_per_call(calls, _BURST, device, clock=clock, host_only=True))
+    while len(samples) < least or (clock() < end and len(samples) < 400):
+        samples.append(seconds_per_call(calls, burst, device, clock=clock, host_only=True))
         synchronize(device)
     return Timing.of(samples)
 

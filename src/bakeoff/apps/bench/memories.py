@@ -143,7 +143,8 @@ def of_layers(device: torch.device, only: str) -> Iterator[Timed]:
     """The same for whole layers."""
     theirs = _package("titans_pytorch")
     for rows, T, width, heads, wide, chunk in _LAYERS:
-        name = f"layer {rows}x{T}x{width}, {heads} heads, {wide} times wide, chunk {chunk}"
+        held = "1 head" if heads == 1 else f"{heads} heads"
+        name = f"layer {rows}x{T}x{width}, {held}, {wide} times wide, chunk {chunk}"
         for dtype in (torch.float32, torch.bfloat16) if only in name else ():
             layers: dict[str, torch.nn.Module] = {
                 "bakeoff": NeuralMemory(width, heads, expansion=wide, chunk=chunk)

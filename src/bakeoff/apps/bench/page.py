@@ -3,7 +3,8 @@
 `python -m bakeoff.apps.bench.page PAGE...` writes them; `--check` only compares.
 
 A page has the lines ``<!-- op: NAME -->`` and ``<!-- end -->``; the tables are written between them. A case
-is stale where the source of a candidate has changed since it was measured.
+is stale where the source of a candidate has changed since it was measured. Between ``<!-- launch: NAME -->``
+and ``<!-- end -->`` the op's host and device times at each length are written, from the suite "launch".
 """
 
 import re
@@ -18,9 +19,9 @@ from bakeoff.apps.bench import results
 from bakeoff.apps.bench.cards import cards, days, folded, note_on_sources, stamp
 from bakeoff.apps.tabular import markdown_table
 
-__all__ = ["render", "rewritten"]
+__all__ = ["launches", "render", "rewritten"]
 
-_MARKED = re.compile(r"(<!-- op: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (op|launch): (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _DIRECTIONS = {"forward": "Forward", "both": "Forward and backward"}
 
 
@@ -30,7 +31,7 @@ def rewritten(page: str, folder: Path) -> str:
     Raises:
         ResultsError: an op that is neither declared nor measured.
     """
-    return _MARKED.sub(lambda match: f"{match[1]}{_part(match[2], folder)}\n{match[3]}", page)
+    return _MARKED.sub(lambda match: f"{match[1]}{_part(match[2], match[3], folder)}\n{match[4]}", page)
 
 
 def render(op: str, folder: Path) -> str:
@@ -51,8 +52,39 @@ def render(op: str, folder: Path) -> str:
     return "\n\n".join(parts)
 
 
-def _part(op: str, folder: Path) -> str:
-    text, ops = render(op, folder), results.declared()
+def launches(op: str, folder: Path) -> str:
+    """A table of `op` for each direction, from the newest results of suite "launch": at each length the
+    microseconds until a call returns and, behind a stroke, those that the device works."""
+    files = {path: results.read(path) for path in folder.glob("*/launch.json")}
+    held = {path: [row for row in file.rows if row["op"] == op and row["us"]] for path, file in files.items()}
+    path = max((path for path in held if held[path]), key=lambda path: files[path].env.date, default=None)
+    if path is None:
+        return ""
+    name, when = path.relative_to(folder.parent).as_posix(), stamp(files[path].env, days(held[path]))
+    parts = []
+    for direction, title in _DIRECTIONS.items():
+        rows = [row for row in held[path] if row["direction"] == direction]
+        times = {(row["length"], row["candidate"], row["measure"]): _us(row["us"]) for row in rows}
+        names = list(dict.fromkeys(row["candidate"] for row in rows))
+        table = markdown_table(
+            ["length", *names],
+            [
+                [f"{length:,}", *(_host_and_device(times, length, name) for name in names)]
+                for length in sorted({row["length"] for row in rows})
+            ],
+        )
+        parts.append(f"{title}, host / device, in us; {when} ([{name}](../{name})).\n\n{table}")
+    note = note_on_sources(held[path], name, newest=True)
+    return "\n\n".join([*parts, note] if note else parts)
+
+
+def _host_and_device(times: dict[tuple[int, str, str], str], length: int, candidate: str) -> str:
+    found = [times.get((length, candidate, measure)) for measure in ("host", "device")]
+    return " / ".join(time or "-" for time in found) if any(found) else "-"
+
+
+def _part(kind: str, op: str, folder: Path) -> str:
+    text, ops = {"op": render, "launch": launches}[kind](op, folder), results.declared()
     if not text and op not in ops:
         raise results.ResultsError(f"there is no op {op!r}; the ops are {', '.join(sorted(ops))}")
     return text
@@ -99,8 +131,12 @@ def _cell(row: dict[str, Any] | None) -> str:
     """A time: bold if chosen, struck out if its error or another fault put it out."""
     if row is None:
         return "-"
-    text = f"{row['us']:,.0f}" if row["us"] >= 100 else f"{row['us']:.1f}"
+    text = _us(row["us"])
     return f"**{text}**" if row["chosen"] else text if row["verified"] else f"~~{text}~~"
+
+
+def _us(time: float) -> str:
+    return f"{time:,.0f}" if time >= 100 else f"{time:.1f}"
 
 
 @click.command()
