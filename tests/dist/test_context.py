@@ -172,8 +172,10 @@ def by_all_to_all(rank: int) -> None:
         Cut(26, (5, 26), (1, 2), causal=True),
         Cut(26, (6, 18), (1, 4), heads=(8, 4), documents=(1, 9, 24), batch=1),
         Cut(26, (4, 26), (1, 1), combine_grad="detached"),
+        Cut(3, (8, 64), (1, 8), causal=True),  # fewer tokens than a rate
+        Cut(9, (4, 9), (1, 2), uneven=(0.0,)),  # a rank without tokens
     ):
-        ends = borders(cut.tokens, dist.get_world_size())
+        ends = ends_of(cut, dist.get_world_size())
         low, high = ends[rank : rank + 2]
         tensors = drawn(cut)
         tensors[1] = tensors[1].transpose(1, 2).contiguous().transpose(1, 2)
@@ -282,8 +284,10 @@ def other_properties(rank: int) -> None:
         ({"method": "magic"}, "method is 'magic'"),
         ({"borders": (0, 3, 40)}, "tokens, and"),
         ({"borders": (0, 40)}, "expected 2 numbers|expected 3 numbers"),
+        ({"borders": (0, 20.5, 40)}, "expected 3 numbers"),
         ({"cu_seqlens": (0, 40)}, "packed documents are one row"),
         ({"phase": ((0,), (0,))}, "rows of other lengths"),
+        ({"phase": "mods"}, "'mods'; it is 'mod', 'block' or a table"),
         ({"phase": ((0,) * k.shape[2], (2,) * k.shape[2])}, "must lie in 0..1"),
         ({"scale": 0.0}, "above 0 and finite"),
         ({"combine_grad": "none"}, "'exact' or 'detached'"),
@@ -298,6 +302,13 @@ def other_properties(rank: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             dilated_attention(q, k, v, *branches, mesh=mesh)
+    for branches in (((10.5, 40), (1, 2)), ((10, 40), (1, 2.0)), (10, 1), ("10,40", "1,2")):
+        with pytest.raises(TypeError, match="pass tuples of whole numbers"):
+            dilated_attention(q, k, v, *branches, mesh=mesh)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no multiple of 0 kv heads"):
+        dilated_attention(q, k[:, :, :0], v[:, :, :0], (4,), (1,), mesh=mesh)
+    with pytest.warns(UserWarning, match="75.0% of all tokens .* phase=phase_table"):
+        dilated_attention(q, k[:, :, :2], v[:, :, :2], (40,), (8,), mesh=mesh)
     for other in (v.half(), v.long()):
         with pytest.raises(ValueError, match="one floating dtype for all"):
             dilated_attention(other, k, other, (4,), (1,), mesh=mesh)
@@ -393,8 +404,8 @@ def test_ranks_that_pass_different_arguments_are_told(ranks: Ranks) -> None:
     ranks(3, different)
 
 
-def lost_in_backward(rank: int) -> None:
-    x = torch.randn(1, 16, 2, 8, requires_grad=True)
+def lost_in_backward(rank: int, method: str) -> None:
+    x = torch.randn(1, 16, 3, 8, requires_grad=True)
     y = attention(x, x, x, mesh=dist.group.WORLD, causal=True, method="balanced")
     assert isinstance(y, Tensor)
     twice = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)[0]
@@ -404,6 +415,8 @@ def lost_in_backward(rank: int) -> None:
         lambda x: attention(x, x, x, mesh=dist.group.WORLD, causal=True, method="balanced") * 2, backend="eager"
     )
     assert torch.equal(compiled(x), 2 * y)
+    y = attention(x, x, x, mesh=dist.group.WORLD, causal=True, method=method)
+    assert isinstance(y, Tensor)
     if rank == 1:
         os._exit(0)
     time.sleep(1)
@@ -413,8 +426,9 @@ def lost_in_backward(rank: int) -> None:
     os._exit(0)
 
 
-def test_a_rank_lost_in_backward_is_named(ranks: Ranks) -> None:
-    ranks(3, lost_in_backward)
+@pytest.mark.parametrize("method", ["exchange", "ring", "balanced", "ulysses"])
+def test_a_rank_lost_in_backward_is_named(ranks: Ranks, method: str) -> None:
+    ranks(3, lost_in_backward, method)
 
 
 def killed(rank: int) -> None:

@@ -257,6 +257,7 @@ def test_bad_data(tmp_path: Path, content: bytes | None, message: str) -> None:
         (["compare", "--model", "", "--steps", "2"], 1, "--model is empty: give it a recipe"),
         (["compare", "--model", "llm-med-tiny", "--lr", "nan"], 1, "learning rates must be finite and above"),
         (["order", "4x4", "--segments", "4", "--rates", "1", "--svg", "/dev/null"], 1, "give --svg another"),
+        (["order", "axb"], 1, "SHAPE is 'axb'; it is whole numbers"),
         *(
             (["bench", "--suite", suite, "--filter", "none", "--device", "cpu"], 1, "'none' chooses nothing")
             for suite in ("step", "decode", "ranks", "context")

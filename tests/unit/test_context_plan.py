@@ -1,8 +1,10 @@
 """What ranks exchange for dilated attention: exactly the rows that the mask asks for, and their bytes."""
 
+import doctest
 import itertools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -216,6 +218,18 @@ def test_bad_plans() -> None:
         context_plan(64, 4, 8, 16, (64,), (1,), method="magic")
     with pytest.raises(ValueError, match="at most its segment"):
         context_plan(64, 4, 8, 16, (4,), (8,))
+    for tokens, options, message in (
+        ((0, 40, 20, 64, 64), {}, "expected 5 numbers"),
+        ((0, 64), {}, "expected 5 numbers"),
+        (64, {"kv_heads": 3}, "8 heads of q are no multiple of 3 kv heads"),
+        (64, {"cu_seqlens": (0, 65)}, "within 0 to 64"),
+        (64, {"cu_seqlens": ()}, "within 0 to 64"),
+        (64, {"cu_seqlens": (0, 1.5)}, "whole numbers"),
+        (64, {"combine_grad": "none"}, "'exact' or 'detached'"),
+        (8.5, {}, "give a whole number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            context_plan(tokens, 4, 8, 16, (64,), (1,), **options)  # type: ignore[arg-type]
     for segments, rates, message in (
         ((64, 16), (1, 1), "so that segments increase"),
         ((16, 64), (2, 1), "must not decrease"),
@@ -225,6 +239,13 @@ def test_bad_plans() -> None:
     for tokens, ranks in ((8, 0), (-1, 2), (8.5, 2)):
         with pytest.raises(ValueError, match="give a whole number"):
             borders(tokens, ranks)  # type: ignore[arg-type]
+
+
+def test_the_page_shows_what_is_planned_today() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "context-parallel.md").read_text("utf-8")
+    (shown,) = re.findall(r"```python\n(>>> .*?)```", page, re.DOTALL)
+    examples = doctest.DocTestParser().get_doctest(shown, {}, "context-parallel.md", None, 0)
+    assert doctest.DocTestRunner().run(examples).failed == 0
 
 
 def test_patterns_are_those_of_the_op() -> None:

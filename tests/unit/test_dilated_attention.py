@@ -329,6 +329,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"segments": (8, 4)}, ValueError, "segments increase"),
     ({"rates": (2, 1)}, ValueError, "must not decrease"),
     ({"rates": (1, 9)}, ValueError, "rate 9 is above its segment 8"),
+    ({"segments": (4, 2**31)}, ValueError, "at most 2147483647 .* as long as the row is the row"),
     ({"segments": (4, 8.5)}, TypeError, "tuples of whole numbers"),
     ({"segments": None}, TypeError, "None, not a tuple.*pass tuples of whole numbers"),
     ({"rates": 2}, TypeError, "2, not a tuple.*pass tuples of whole numbers"),

@@ -299,7 +299,10 @@ def test_the_public_names() -> None:
         ({"kind": "row", "shape": (4,)}, "as of text, are best in the order they have"),
         ({"kind": "row", "shape": (4, 0)}, "whole and at least 1"),
         ({"kind": "row", "shape": (4.5, 4)}, "whole and at least 1"),
+        ({"kind": "row", "shape": 16}, "shape is 16; it has 2 or 3 sizes"),
+        ({"kind": "row", "shape": (None, 4)}, "whole and at least 1"),
         ({"kind": "tile", "shape": (4, 4), "tile": (2.5, 2)}, "all whole"),
+        ({"kind": "tile", "shape": (4, 4), "tile": 2.5}, "all whole"),
         ({"kind": "row", "shape": (2**16, 2**16)}, "int32 can't number"),
         ({"kind": "row", "shape": (4, 4), "tile": 2}, "tile= belongs to kind 'tile'"),
         ({"kind": "tile", "shape": (4, 4), "tile": 0}, "a positive number or 2 of them"),
@@ -323,6 +326,14 @@ def test_bad_orders(arguments: dict[str, object], message: str) -> None:
         token_order(**arguments)  # type: ignore[arg-type]
 
 
+def test_what_is_no_tensor() -> None:
+    for points in ([[0, 0], [0, 1]], np.zeros((2, 2))):
+        with pytest.raises(TypeError, match=r"takes a tensor, not .*: torch.as_tensor\(coordinates\)"):
+            token_order("hilbert", coordinates=points)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"perm= takes a tensor, not list: torch.as_tensor\(perm\)"):
+        token_order("custom", perm=[1, 0])  # type: ignore[arg-type]
+
+
 def test_bad_calls() -> None:
     order = token_order("row", (2, 3))
     with pytest.raises(ValueError, match="dimension 1 of x has 5 elements and the order 6 tokens"):
@@ -336,11 +347,19 @@ def test_bad_calls() -> None:
         ([], [], "0 segments"),
         ([4], [8], "at most its segment"),
         ([4], [0], "at least 1"),
+        ([4.5], [1], "give whole numbers"),
+        (4, 1, "give whole numbers"),
     ):
         with pytest.raises(ValueError, match=message):
-            order.report(segments, rates)
-    with pytest.raises(ValueError, match="decay is 0"):
-        order.report([4], [1], decay=0)
+            order.report(segments, rates)  # type: ignore[arg-type]
+    for options, message in (
+        ({"decay": 0}, "decay is 0"),
+        ({"decay": math.inf}, "decay is inf; it must be positive and finite"),
+        ({"window": 1.5}, "window is 1.5; it must be positive and whole"),
+        ({"devices": (2, 0)}, "devices is 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            order.report([4], [1], **options)
     with pytest.raises(ValueError, match="whole coordinates"):
         token_order("custom", perm=torch.arange(4)).report([4], [1])
     with pytest.raises(ValueError, match="whole coordinates"):

@@ -7,6 +7,7 @@ queries, where that evens out their work (see `balance`); or all tokens of some 
 
 import itertools
 import logging
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,8 @@ from torch._compile import _disable_dynamo  # as torch.compiler.disable, which i
 from torch.distributed.device_mesh import DeviceMesh
 
 from bakeoff.attention_backends.scale import check_scale
-from bakeoff.ops.dilated_attention.reference import pattern_of
+from bakeoff.ops.dilated_attention.op import warn_of_unreachable
+from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
 from bakeoff.parallel.balance import balanced
 from bakeoff.parallel.exchange import Layout
 from bakeoff.parallel.exchange import borders as even
@@ -63,8 +65,9 @@ def dilated_attention(
         borders: where the parts begin, and the end, ranks + 1 numbers, such as
             `bakeoff.parallel.borders(tokens, ranks)`. By default all parts are as long as this one.
         method: "exchange", all rows at once; "ring", from one peer at a time; "balanced", a ring in which
-            ranks with more work than others hand over queries (never taken by itself, as no GPU has timed
-            it); "ulysses", all tokens of some heads by all-to-all; "auto", what `context_plan` says.
+            ranks with more work than others hand over queries (never taken by itself, as it was slower
+            wherever GPUs timed it); "ulysses", all tokens of some heads by all-to-all; "auto", what
+            `context_plan` says.
 
     Returns:
         y [B, L, H, D] in q's dtype, or (y, lse) with lse [B, H, L] in float32 (float64 for float64).
@@ -72,6 +75,7 @@ def dilated_attention(
     Raises:
         ValueError: shapes, branches, borders or a method that don't fit; arguments that differ from another
             rank's, found before anything else is sent.
+        TypeError: segments or rates that are no whole numbers.
         RankError: a rank was lost in the exchange; the message names it, or the watch of
             `bakeoff.parallel.joined` does.
 
@@ -84,10 +88,9 @@ def dilated_attention(
     """
     peers = Peers(mesh)
     layout = _layout(q, k, v, segments, rates, peers, causal, phase, cu_seqlens, borders)
-    if combine_grad not in ("exact", "detached"):
-        raise ValueError(f"combine_grad is {combine_grad!r}; it is 'exact' or 'detached'")
-    detached = combine_grad == "detached"
-    softmaxes = len(layout.pattern.rates) if detached else 1
+    if isinstance(phase, str):  # a table is the caller's own choice
+        warn_of_unreachable(layout.pattern, k.shape[2])
+    softmaxes = _softmaxes(layout, combine_grad)
     plan = planned(layout, q.shape[0], q.shape[2], q.shape[3], q.element_size(), method, softmaxes)
     if peers.rank == 0:
         _announce(plan)
@@ -108,7 +111,7 @@ def dilated_attention(
     else:
         y, lse = by_exchange(
             q, k, v, balanced(layout) if plan.method == "balanced" else layout, peers, scale,
-            detached=detached, once=plan.method == "exchange", return_lse=return_lse,
+            detached=combine_grad == "detached", once=plan.method == "exchange", return_lse=return_lse,
         )  # fmt: skip
     return (y, lse) if return_lse and lse is not None else y
 
@@ -156,6 +159,9 @@ def context_plan(
         tokens: of the whole sequence, cut evenly; or the borders of the parts.
         itemsize: bytes of an element; 2 for bfloat16.
 
+    Raises:
+        ValueError, TypeError: as of `dilated_attention`.
+
     Example:
         >>> print(context_plan(1 << 17, 8, heads=16, head_dim=128, segments=(2048, 32768), rates=(1, 12)))
         received by the busiest rank; the most work of a rank by the mean
@@ -164,12 +170,12 @@ def context_plan(
           ulysses: 234.9 MB forward, 234.9 MB backward; 1.00
           dense ring attention: 939.5 MB forward, 2,818.6 MB backward
     """
-    ends = even(tokens, ranks) if isinstance(tokens, int) else tuple(map(int, tokens))
+    ends = even(tokens, ranks) if isinstance(tokens, int | float) else _ends(tokens, ranks)
     kv_heads = heads if kv_heads is None else kv_heads
-    documents = (0, ends[-1]) if cu_seqlens is None else tuple(cu_seqlens)
+    _check_heads(heads, kv_heads)
+    documents = _documents(cu_seqlens, ends[-1], batch)
     layout = Layout(_pattern(segments, rates, phase, kv_heads), ends, documents, causal)
-    softmaxes = len(layout.pattern.rates) if combine_grad == "detached" else 1
-    return planned(layout, batch, heads, head_dim, itemsize, method, softmaxes)
+    return planned(layout, batch, heads, head_dim, itemsize, method, _softmaxes(layout, combine_grad))
 
 
 @lru_cache(maxsize=256)
@@ -180,10 +186,23 @@ def _announce(plan: ContextPlan) -> None:
 
 def _pattern(
     segments: Sequence[int], rates: Sequence[int], phase: str | Sequence[Sequence[int]], kv_heads: int
-) -> Any:
-    pattern = pattern_of(segments, rates, phase, kv_heads)
+) -> Pattern:
+    try:
+        whole = [tuple(map(operator.index, sizes)) for sizes in (segments, rates)]
+    except TypeError:
+        raise TypeError(
+            f"segments are {segments!r} and rates {rates!r}; pass tuples of whole numbers, such as "
+            "(2048, 8192), (1, 4)"
+        ) from None
+    try:
+        pattern = pattern_of(whole[0], whole[1], phase, kv_heads)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"phase is {phase!r}; it is 'mod', 'block' or a table of whole numbers, a row for each branch "
+            "with a phase for each kv head"
+        ) from None
     if not pattern.segments or len(pattern.segments) != len(pattern.rates):
-        raise ValueError(f"{len(segments)} segments and {len(rates)} rates; each branch has one of both")
+        raise ValueError(f"{len(whole[0])} segments and {len(whole[1])} rates; each branch has one of both")
     for w, r in zip(pattern.segments, pattern.rates, strict=True):
         if not 1 <= r <= w:
             raise ValueError(f"segment {w} with rate {r}; a rate is at least 1 and at most its segment")
@@ -217,35 +236,50 @@ def _layout(
         )
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; expected one floating dtype for all")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} heads of q are no multiple of {k.shape[2]} kv heads")
-    ends = (
-        tuple(q.shape[1] * rank for rank in range(peers.size + 1))
-        if borders is None
-        else tuple(map(int, borders))
-    )
-    if len(ends) != peers.size + 1 or ends[0] != 0 or list(ends) != sorted(ends):
-        raise ValueError(
-            f"borders are {ends}; expected {peers.size + 1} numbers from 0 to all tokens, not decreasing"
-        )
+    _check_heads(q.shape[2], k.shape[2])
+    if borders is None:
+        borders = [q.shape[1] * rank for rank in range(peers.size + 1)]
+    ends = _ends(borders, peers.size)
     length = ends[peers.rank + 1] - ends[peers.rank]
     if length != q.shape[1]:
         raise ValueError(
             f"rank {peers.rank} has {q.shape[1]} tokens, and {length} by borders {ends}; pass "
             "borders=bakeoff.parallel.borders(tokens, ranks) and cut the sequence there"
         )
-    if cu_seqlens is None:
-        documents: tuple[int, ...] = (0, ends[-1])
-    else:
-        numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-        documents = tuple(map(int, numbers))
-        if (
-            q.shape[0] != 1
-            or list(documents) != sorted(documents)
-            or not 0 <= documents[0] <= documents[-1] <= ends[-1]
-        ):
-            raise ValueError(
-                f"cu_seqlens are {documents} and B is {q.shape[0]}; packed documents are one row, their "
-                f"borders not decreasing and within 0 to {ends[-1]}"
-            )
+    documents = _documents(cu_seqlens, ends[-1], q.shape[0])
     return Layout(_pattern(segments, rates, phase, k.shape[2]), ends, documents, causal)
+
+
+def _check_heads(heads: int, kv_heads: int) -> None:
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{heads} heads of q are no multiple of {kv_heads} kv heads")
+
+
+def _ends(borders: Sequence[int], ranks: int) -> tuple[int, ...]:
+    ends = tuple(map(int, borders))
+    if len(ends) != ranks + 1 or ends != tuple(borders) or ends[0] != 0 or list(ends) != sorted(ends):
+        raise ValueError(
+            f"borders are {tuple(borders)}; expected {ranks + 1} numbers from 0 to all tokens, not decreasing"
+        )
+    return ends
+
+
+def _documents(cu_seqlens: Tensor | Sequence[int] | None, tokens: int, batch: int) -> tuple[int, ...]:
+    if cu_seqlens is None:
+        return 0, tokens
+    numbers = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
+    documents = tuple(map(int, numbers))
+    fit = documents == numbers and list(documents) == sorted(documents)
+    if batch != 1 or not fit or not documents or not 0 <= documents[0] <= documents[-1] <= tokens:
+        raise ValueError(
+            f"cu_seqlens are {numbers} and B is {batch}; packed documents are one row, their borders whole "
+            f"numbers, not decreasing and within 0 to {tokens}"
+        )
+    return documents
+
+
+def _softmaxes(layout: Layout, combine_grad: str) -> int:
+    """Of a query: one, or one for each branch where the weights of the mixture are constants."""
+    if combine_grad not in ("exact", "detached"):
+        raise ValueError(f"combine_grad is {combine_grad!r}; it is 'exact' or 'detached'")
+    return len(layout.pattern.rates) if combine_grad == "detached" else 1

@@ -181,10 +181,14 @@ class Peers:
         ]
         if not ops:
             return arrivals
-        try:
-            works = dist.batch_isend_irecv(ops)
-        except RuntimeError as error:
-            raise lost(f"rank {mine[0][1]} of the mesh", error) from error
+        # On the CPU one by one: to post can fail there, and then it is known whose peer is lost.
+        alone = ops[0].tensor.device.type == "cpu"
+        works: list[dist.Work] = []
+        for posted in [[op] for op in ops] if alone else [ops]:
+            try:
+                works += dist.batch_isend_irecv(posted)
+            except RuntimeError as error:
+                raise lost(f"rank {mine[len(works)][1]} of the mesh", error) from error
         # NCCL has one work for all of them.
         shared = len(works) != len(ops)
         for at, (number, peer) in enumerate(mine):

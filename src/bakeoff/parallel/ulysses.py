@@ -43,9 +43,10 @@ def attended(
     ends = [end for pair in documents_within(layout, *part) for end in pair]
     ends = [end - part[0] for end in ends[:1] + ends[1::2]]
     whole = ends == [0, part[1] - part[0]]
+    longest = max(layout.tokens, layout.pattern.rates[-1])  # kernels count in int32; no rate is above it
     found = ops.dilated_attention(
         q, k, v,
-        [min(w, layout.tokens + branch) for branch, w in enumerate(layout.pattern.segments)],
+        [min(w, longest + branch) for branch, w in enumerate(layout.pattern.segments)],
         layout.pattern.rates,
         causal=layout.causal,
         phase=phases,
@@ -84,8 +85,7 @@ class _ToTokens(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, peers: Peers, lengths: tuple[int, ...]) -> Tensor:
-    B, L, _, D = x.shape
-    sent = x.view(B, L, peers.size, -1, D).permute(2, 1, 0, 3, 4).contiguous()
+    sent = x.unflatten(2, (peers.size, x.shape[2] // peers.size)).permute(2, 1, 0, 3, 4).contiguous()
     got = x.new_empty(sum(lengths), *sent.shape[2:])
     peers.trade(sent.unbind(), got.split(lengths))
     return got.transpose(0, 1)

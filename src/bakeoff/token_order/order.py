@@ -128,7 +128,8 @@ class TokenOrder:
             samples: how many queries, drawn with a fixed seed, `kept` is averaged over; 256 by default.
 
         Raises:
-            ValueError: segments or rates that are no branches; tokens without whole coordinates.
+            ValueError: segments or rates that are no branches; options that are not positive, or not whole
+                but for `decay`; tokens without whole coordinates.
 
         Example:
             >>> for kind in ("row", "tile", "hilbert"):
@@ -191,6 +192,7 @@ def token_order(
 
     Raises:
         ValueError: an unknown kind; arguments that don't fit it; a `perm` that is no permutation.
+        TypeError: `coordinates` or a `perm` that is no tensor.
 
     Source: Hilbert 1891; Morton 1966; generalized curve: Červený, gilbert; bits: Skilling 2004.
 
@@ -228,10 +230,10 @@ def token_order(
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(int(size) for size in shape)
-    if len(sizes) not in (2, 3) or min(sizes) < 1 or sizes != tuple(shape):
+    sizes = _whole(shape)
+    if len(sizes) not in (2, 3) or min(sizes) < 1:
         raise ValueError(
-            f"shape is {tuple(shape)}; it has 2 or 3 sizes, whole and at least 1. One-dimensional "
+            f"shape is {shape}; it has 2 or 3 sizes, whole and at least 1. One-dimensional "
             "tokens, as of text, are best in the order they have"
         )
     if int(np.prod(sizes, dtype=object)) > _MOST:
@@ -239,7 +241,22 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
+def _whole(sizes: Any) -> tuple[int, ...]:
+    """Whole numbers as a tuple; an empty one for anything else."""
+    try:
+        found = tuple(sizes)
+        return tuple(int(size) for size in found) if all(size == int(size) for size in found) else ()
+    except (TypeError, ValueError, OverflowError):
+        return ()
+
+
+def _check_tensor(name: str, given: object) -> None:
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}= takes a tensor, not {type(given).__name__}: torch.as_tensor({name})")
+
+
 def _points(kind: str, coordinates: Tensor) -> NDArray[Any]:
+    _check_tensor("coordinates", coordinates)
     if coordinates.dim() != 2 or coordinates.shape[1] not in (2, 3) or coordinates.is_complex():
         raise ValueError(
             f"coordinates are {coordinates.dtype} {list(coordinates.shape)}; give numbers [N, 2] or [N, 3]"
@@ -264,13 +281,14 @@ def _points(kind: str, coordinates: Tensor) -> NDArray[Any]:
 def _tiles(tile: int | Sequence[int] | None, dims: int) -> tuple[int, ...]:
     if tile is None:
         return _TILES[dims]
-    sizes = (tile,) * dims if isinstance(tile, int) else tuple(int(size) for size in tile)
-    if len(sizes) != dims or min(sizes) < 1 or not (isinstance(tile, int) or sizes == tuple(tile)):
+    sizes = (tile,) * dims if isinstance(tile, int) else _whole(tile)
+    if len(sizes) != dims or min(sizes) < 1:
         raise ValueError(f"tile is {tile}; it is a positive number or {dims} of them, all whole")
     return sizes
 
 
 def _custom(perm: Tensor, tokens: int | None) -> NDArray[np.int64]:
+    _check_tensor("perm", perm)
     if perm.dim() != 1 or perm.is_floating_point() or perm.is_complex() or perm.dtype == torch.bool:
         raise ValueError(f"perm is {perm.dtype} {list(perm.shape)}; it is a vector of integers")
     found = perm.detach().cpu().to(torch.int64).numpy()

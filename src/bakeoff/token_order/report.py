@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,10 +70,12 @@ def reported(
             "a report needs tokens with whole coordinates: make the order from shape= or rounded coordinates="
         )
     window = {2: 8, 3: 2}[cells.shape[1]] if window is None else window
-    for name, value in {"decay": decay, "window": window, "block": block, "samples": samples,
-                        "devices": min(devices, default=1)}.items():  # fmt: skip
-        if not value > 0:
-            raise ValueError(f"{name} is {value}; it must be positive")
+    if not 0 < decay < math.inf:
+        raise ValueError(f"decay is {decay}; it must be positive and finite")
+    counts = [("window", window), ("block", block), ("samples", samples)]
+    for name, value in [*counts, *(("devices", number) for number in devices)]:
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name} is {value}; it must be positive and whole")
     table = _table(cells, places)
     keys, kept = _attention(cells, places, table, branches, decay, samples)
     active, halos = _windowed(table, len(places), window, block, devices)
@@ -80,6 +83,12 @@ def reported(
 
 
 def _branches(segments: Sequence[int], rates: Sequence[int], tokens: int) -> list[tuple[int, int]]:
+    try:
+        segments, rates = (tuple(map(operator.index, sizes)) for sizes in (segments, rates))
+    except TypeError:
+        raise ValueError(
+            f"segments are {segments} and rates {rates}; give whole numbers, such as (64, 256), (1, 4)"
+        ) from None
     if len(segments) != len(rates) or not 0 < len(segments) <= _BRANCHES:
         raise ValueError(
             f"{len(segments)} segments and {len(rates)} rates; give as many of each, 1 to {_BRANCHES}"

@@ -30,7 +30,7 @@ def run(
     shape: str, segments: str, rates: str, decay: float, tile: int | None, svg: Path | None, as_json: bool
 ) -> None:
     """Print a report of every order; draw them into the folder `svg`."""
-    found = orders(_numbers("SHAPE", shape.replace("x", ",")), tile)
+    found = orders(_numbers("SHAPE", shape, "x"), tile)
     branches = _numbers("--segments", segments), _numbers("--rates", rates)
     reports = {name: order.report(*branches, decay=decay) for name, order in found.items()}
     if as_json:
@@ -57,8 +57,8 @@ def _cells(report: OrderReport) -> list[str]:
     return [f"{report.keys:,.0f}", f"{report.kept:.1%}", f"{report.active_blocks:.1%}", *halos]
 
 
-def _numbers(name: str, text: str) -> tuple[int, ...]:
+def _numbers(name: str, text: str, between: str = ",") -> tuple[int, ...]:
     try:
-        return tuple(int(word) for word in text.split(","))
+        return tuple(int(word) for word in text.replace(between, ",").split(","))
     except ValueError:
         raise BakeoffError(f"{name} is {text!r}; it is whole numbers, such as 64x64 or 256,1024") from None

@@ -20,9 +20,10 @@ from bakeoff.select.declare.abilities import kernel_candidate, needs_native
 from bakeoff.select.declare.arguments import INTEGER, Arguments, Choice, Flag, Tensor
 from bakeoff.select.declare.key import round_rows, with_layout
 
-__all__ = ["OP"]
+__all__ = ["OP", "warn_of_unreachable"]
 
 _OP = "dilated_attention"
+_MOST = 2**31 - 1  # kernels count tokens in int32
 _warned: set[Pattern] = set()
 
 
@@ -42,9 +43,8 @@ def relations(case: Case) -> None:
         )
     _check_branches(case)
     pattern = _check_phases(case, heads)
-    if case.phase in ("mod", "block") and pattern not in _warned:  # a table is the caller's own choice
-        _warned.add(pattern)
-        _warn_of_unreachable(pattern, heads)
+    if case.phase in ("mod", "block"):  # a table is the caller's own choice
+        warn_of_unreachable(pattern, heads)
 
 
 def _check_branches(case: Case) -> None:
@@ -63,6 +63,10 @@ def _check_branches(case: Case) -> None:
     for name, sizes in (("segments", segments), ("rates", rates)):
         if min(sizes) < 1:
             raise ValueError(f"{_OP}: {name} are {sizes}; each must be at least 1")
+    if max(segments) > _MOST:
+        raise ValueError(
+            f"{_OP}: segments are {segments}, at most {_MOST} is possible; one as long as the row is the row"
+        )
     if any(a >= b for a, b in itertools.pairwise(segments)):
         raise ValueError(f"{_OP}: segments are {segments}; order the branches so that segments increase")
     if any(a > b for a, b in itertools.pairwise(rates)):
@@ -97,8 +101,12 @@ def _check_phases(case: Case, heads: int) -> Pattern:
     return pattern
 
 
-def _warn_of_unreachable(pattern: Pattern, heads: int) -> None:
-    """Tokens that no head of a branch selects are out of that branch's reach in every layer alike."""
+def warn_of_unreachable(pattern: Pattern, heads: int) -> None:
+    """Warns once of a pattern: tokens that no head of a branch selects are out of that branch's reach in
+    every layer alike."""
+    if pattern in _warned:
+        return
+    _warned.add(pattern)
     for w, r, row in zip(*pattern, strict=True):
         missing = 1 - len(set(row)) / r
         if missing:
