@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bakeoff.models import llm_med
+from bakeoff.apps.train.config import Optim
+from bakeoff.apps.train.step import optimizer as configured
+from bakeoff.models import llm_med, titan_mac
 from bakeoff.ops.muon.plain import orthogonalised
 from bakeoff.optim import AdamW, DeepNestedOptimizer, Muon, nested_groups
 
@@ -343,6 +345,22 @@ def test_groups_of_a_model() -> None:
     assert len(groups["embed"]["params"]) == 2
     assert all(p.ndim == 2 for p in groups["core"]["params"])
     assert sum(len(group["params"]) for group in groups.values()) == len(list(net.parameters()))
+
+
+@pytest.mark.parametrize("size", [llm_med.Config.sizes("tiny"), titan_mac.Config.sizes("tiny")])
+def test_with_muon_what_has_more_than_two_dimensions_is_apart(size: Any) -> None:
+    titan = isinstance(size, titan_mac.Config)
+    net = titan_mac.TitanMAC(size) if titan else llm_med.LLMMed(size)
+    groups = {group["name"]: group for group in nested_groups(net, 0.1, muon=True)}
+    assert ("tables" in groups) is titan, "persistent keys and values have four dimensions"
+    assert [name for name, group in groups.items() if group["muon"]] == ["core"]
+    assert all(p.ndim == 2 for p in groups["core"]["params"])
+    assert sum(len(group["params"]) for group in groups.values()) == len(list(net.parameters()))
+    before = [p.detach().clone() for p in net.parameters()]
+    stepper = configured(net, Optim(name="deep-nested", muon=True), torch.device("cpu"))
+    gradients(list(net.parameters()))
+    stepper.step()
+    assert not any(torch.equal(old, p) for old, p in zip(before, net.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(

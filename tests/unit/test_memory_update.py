@@ -321,7 +321,9 @@ def test_in_place_declaration() -> None:
     [
         ({"lr": 0.1}, TypeError, "lr must be a tensor, got 0.1; pass a tensor of one number for each group"),
         ({"lr": torch.tensor([0.1])}, ValueError, r"lr has shape \(1,\), expected \[G\] with G = 2 as of k"),
-        ({"lr": torch.tensor([0.1, -0.1])}, ValueError, r"lr must be >= 0 and no NaN, got \[0.1"),
+        ({"lr": torch.tensor([0.1, -0.1])}, ValueError, r"lr must be finite and >= 0, got \[0.1"),
+        ({"lr": torch.tensor([0.1, float("nan")])}, ValueError, "lr must be finite and >= 0"),
+        ({"lr": torch.tensor([0.1, float("inf")])}, ValueError, "lr must be finite and >= 0"),
         ({"decay": torch.tensor([0.1, 1.5])}, ValueError, r"decay must be in \[0, 1\]"),
         ({"forget": torch.tensor([float("nan"), 0.5])}, ValueError, r"forget must be in \[0, 1\]"),
         ({"v": torch.randn(2, 4, 2, **WIDE)}, ValueError, r"v has shape \(2, 4, 2\), expected .* N = 5"),

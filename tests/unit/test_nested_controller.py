@@ -183,3 +183,26 @@ def test_more_groups_leave_the_first_ones_alone() -> None:
 def test_bad_settings_are_named(how: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NestedController(**{"groups": 2, **how})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (
+            (torch.zeros(1, 4),),
+            ValueError,
+            r"sums have shape \(1, 4\), expected \(2, 4\): four for each group",
+        ),
+        (([[0.0] * 4] * 2,), TypeError, "sums must be a tensor on the device"),
+        ((torch.ones(2, 4), torch.ones(3)), ValueError, r"the loss has shape \(3,\), expected one number"),
+        ((torch.ones(2, 4), 2.0), TypeError, "loss must be a tensor on the device, got 2.0"),
+    ],
+)
+def test_a_step_of_another_shape_is_refused(
+    given: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    controller = NestedController(2)
+    before = {name: t.clone() for name, t in controller.state_dict().items()}
+    with pytest.raises(error, match=message):
+        controller.advance(*given)
+    assert all(torch.equal(before[name], t) for name, t in controller.state_dict().items())

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -342,8 +343,11 @@ def test_a_state_is_saved_and_loaded(tmp_path: Path) -> None:
     assert (loaded.config, loaded.scan.filled, loaded.rows) == (state.config, 2, 3)
     assert torch.equal(memory(x[:, 6:], loaded)[0], memory(x[:, 6:], state)[0])
     torch.save({}, tmp_path / "other")
-    with pytest.raises(ValueError, match=r"other holds no state of a NeuralMemory: give what its save wrote"):
-        NeuralMemoryState.load(tmp_path / "other")
+    strange = {"config": state.config, "filled": "two"}
+    safetensors.torch.save_file(state.tensors(), tmp_path / "third", strange)
+    for name in ("other", "third"):
+        with pytest.raises(ValueError, match=f"{name} holds no state of a NeuralMemory: give what its save"):
+            NeuralMemoryState.load(tmp_path / name)
 
 
 def test_a_detached_state_ends_the_way_of_gradients() -> None:

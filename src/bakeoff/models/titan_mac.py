@@ -119,9 +119,11 @@ class Config(
                 f"head; d_model={math.ceil(self.d_model / pair) * pair} is"
             )
         if self.variant == "mac" and self.memory and self.segment % self.chunk:
+            most = min(self.chunk, self.segment)
+            near = next(size for size in range(most, 0, -1) if self.segment % size == 0)
             raise ValueError(
                 f"segment={self.segment} must be a multiple of chunk={self.chunk}, so that a segment begins "
-                f"with a memory that has learned all before it; chunk={math.gcd(self.segment, self.chunk)} is"
+                f"with a memory that has learned all before it; with chunk={near} it is"
             )
         if self.variant == "lmm" and not self.memory:
             raise ValueError("variant='lmm' with memory=False mixes no time: use mac or mag without memory")

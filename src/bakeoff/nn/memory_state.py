@@ -90,7 +90,7 @@ class NeuralMemoryState:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             empty = MemoryState((), (), (), int(metadata["filled"]))  # type: ignore[arg-type]
             return cls(metadata["config"], empty, tensors["conv"]).of(tensors)
-        except (KeyError, safetensors.SafetensorError) as error:
+        except (KeyError, ValueError, safetensors.SafetensorError) as error:
             raise ValueError(f"{path} holds no state of a NeuralMemory: give what its save wrote") from error
 
 

@@ -127,7 +127,11 @@ class NestedController:
             sums: [groups, 4] on the device, as adamw_ gives them: of g*u_prev, g^2, p^2, u^2. Zeros where a
                 group took no step.
             loss: scalar on the device, of this step; without one the loss tells nothing.
+
+        Raises:
+            TypeError, ValueError: sums or a loss that are no tensors, or of another shape; nothing changed.
         """
+        _check_step(sums, loss, self.groups)  # the kernel reads as many numbers, whatever there are
         s, sums = self._state, sums.float()
         if self._in_one_launch(sums):
             from bakeoff.optim.kernels import advance
@@ -256,6 +260,21 @@ class NestedController:
         self.check_state(state)
         for name, own in self._state.items():
             own.copy_(state[name])
+
+
+def _check_step(sums: Any, loss: Any, groups: int) -> None:
+    for name, given in (("sums", sums), *((("loss", loss),) if loss is not None else ())):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"NestedController: {name} must be a tensor on the device, got {given!r}")
+    if sums.shape != (groups, 4):
+        raise ValueError(
+            f"NestedController: sums have shape {tuple(sums.shape)}, expected ({groups}, 4): four for each "
+            f"group, zeros where it took no step"
+        )
+    if loss is not None and loss.numel() != 1:
+        raise ValueError(
+            f"NestedController: the loss has shape {tuple(loss.shape)}, expected one number: give the mean"
+        )
 
 
 def _check(

@@ -19,10 +19,15 @@ _GATHERED = "gathered"
 """Key of a slow parameter's state: the sum of its gradients since the last step."""
 
 
-def nested_groups(model: nn.Module, weight_decay: float = 1e-2) -> list[dict[str, Any]]:
+def nested_groups(
+    model: nn.Module, weight_decay: float = 1e-2, *, muon: bool = False
+) -> list[dict[str, Any]]:
     """The groups of a model for `DeepNestedOptimizer`: "core" (matrices, with decay), "embed" (embeddings
     and what is called head, with decay), "memory" (what belongs to a module of that name, without) and
     "scales" (other vectors, without).
+
+    With `muon` the matrices of "core" are Muon's, and what has more dimensions, which Muon can't step, is a
+    group "tables" (with decay); without, that is in "core" too.
 
     Example:
         >>> from torch import nn
@@ -34,19 +39,25 @@ def nested_groups(model: nn.Module, weight_decay: float = 1e-2) -> list[dict[str
     tables = {
         p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
     }
-    found: dict[str, list[Tensor]] = {"core": [], "embed": [], "memory": [], "scales": []}
+    found: dict[str, list[Tensor]] = {"core": [], "embed": [], "memory": [], "scales": [], "tables": []}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         parts = set(name.split("."))
         kind = "embed" if p in tables or parts & heads else "memory" if "memory" in parts else "core"
-        found["scales" if kind == "core" and p.ndim < 2 else kind].append(p)
-    decayed = {"core", "embed"}
-    return [
+        if kind == "core" and p.ndim != 2:
+            kind = "scales" if p.ndim < 2 else "tables" if muon else "core"
+        found[kind].append(p)
+    decayed = {"core", "embed", "tables"}
+    groups: list[dict[str, Any]] = [
         {"name": name, "params": params, "weight_decay": weight_decay if name in decayed else 0.0}
         for name, params in found.items()
         if params
     ]
+    if muon:
+        for group in groups:
+            group["muon"] = group["name"] == "core"
+    return groups
 
 
 class DeepNestedOptimizer(Muon):

@@ -89,9 +89,7 @@ def optimizer(model: nn.Module, optim: Optim, device: torch.device, mode: str = 
         return adamw(model, optim, device)
     if optim.name == "muon":
         return muon(model, optim, device, share=optim.share and mode == "ddp")
-    groups = nested_groups(model, optim.weight_decay)
-    for group in groups:
-        group["muon"] = optim.muon and group["name"] == "core"
+    groups = nested_groups(model, optim.weight_decay, muon=optim.muon)
     return DeepNestedOptimizer(
         groups,
         torch.tensor(optim.lr, device=device) if device.type == "cuda" else optim.lr,

@@ -57,7 +57,7 @@ def memory_update(
         v: [G, N, V] values, in k's dtype.
         memory: (w1 [G, H, D], b1 [G, H], w2 [G, V, H], b2 [G, V]), float32 or float64, of one dtype.
         momentum: four tensors of the memory's shapes and dtype; zeros at the start.
-        lr: [G], >= 0.
+        lr: [G], >= 0 and finite.
         decay: [G], what is left of the momentum, in [0, 1].
         forget: [G], how much of the memory is forgotten, in [0, 1]. The ranges of the three are checked on
             the CPU alone: on a GPU the host would have to wait for their values.
@@ -166,11 +166,11 @@ def _check(memory: Any, momentum: Any, *gates: Any) -> None:
     check_parts("memory_update", memory, momentum)
     if is_compiling() or transformed():  # there values can't be looked at
         return
-    for name, gate, most in zip(("lr", "decay", "forget"), gates, (float("inf"), 1.0, 1.0), strict=True):
+    for name, gate, most in zip(("lr", "decay", "forget"), gates, (None, 1.0, 1.0), strict=True):
         if not isinstance(gate, Tensor) or gate.device.type != "cpu" or gate.layout != torch.strided:
             continue
         if not FLOATING.allow(gate.dtype):
             continue
-        if not bool(((gate >= 0) & (gate <= most)).all()):
-            limits = ">= 0" if name == "lr" else "in [0, 1]"
-            raise ValueError(f"memory_update: {name} must be {limits} and no NaN, got {gate.tolist()}")
+        if not bool(((gate >= 0) & (gate.isfinite() if most is None else gate <= most)).all()):
+            limits = "finite and >= 0" if most is None else f"in [0, {most:g}] and no NaN"
+            raise ValueError(f"memory_update: {name} must be {limits}, got {gate.tolist()}")
