@@ -297,6 +297,18 @@ def test_in_place_carries_no_gradients() -> None:
         public(tensors, memory_update_)
 
 
+def test_in_place_refuses_two_elements_at_one_address() -> None:
+    tensors = {name: t.detach() for name, t in drawn().items()}
+    old = tensors["memory_b1"].clone()
+    one = {**tensors, "momentum_w1": tensors["memory_w1"]}
+    with pytest.raises(ValueError, match="two share their elements: clone one"):
+        public(one, memory_update_)
+    wide = {**tensors, "momentum_b2": tensors["momentum_b2"][:1].expand(tensors["momentum_b2"].shape)}
+    with pytest.raises(ValueError, match="can't be expanded: clone them"):
+        public(wide, memory_update_)
+    assert torch.equal(tensors["memory_b1"], old)
+
+
 def test_inference_mode() -> None:
     tensors = {name: t.detach() for name, t in drawn().items()}
     with torch.inference_mode():

@@ -387,13 +387,13 @@ def test_the_same_state_may_be_carried_on_twice() -> None:
 def test_a_state_of_another_batch_or_configuration_is_refused() -> None:
     memory, x = perturbed(), tokens()
     _, state = memory(x)
-    with pytest.raises(ValueError, match=r"x has 2 rows, the state 3: carry on the same rows, or begin with"):
+    with pytest.raises(ValueError, match=r"x has 2 rows, the state has 3: carry on the same rows"):
         memory(x[:2], state)
     with pytest.raises(
         ValueError, match=r"state is of another NeuralMemory, .*chunk=4.*this one is .*chunk=8"
     ):
         NeuralMemory(16, heads=2, chunk=8)(x.float(), state)
-    with pytest.raises(ValueError, match=r"x has 2 rows, the state 3"):
+    with pytest.raises(ValueError, match=r"rows has a place for 2 rows, the state has 3"):
         memory.reset(state, torch.tensor([True, False]))
     with pytest.raises(TypeError, match="state must be a NeuralMemoryState, got tuple"):
         memory(x, ())

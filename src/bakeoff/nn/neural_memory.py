@@ -205,7 +205,7 @@ class NeuralMemory(StartsAnew):
         """
         if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.ndim != 1:
             raise TypeError("rows must be a bool tensor [B], true where a row begins anew")
-        self._check_state(state, rows.shape[0], rows.device)
+        self._check_state(state, rows.shape[0], rows.device, of="rows")
         groups = rows.repeat_interleave(self.heads, output_size=rows.shape[0] * self.heads)
         fresh, tensors = self.start(state.conv).tensors(), state.tensors()
         for name, old in tensors.items():
@@ -272,7 +272,7 @@ class NeuralMemory(StartsAnew):
         out: Tensor = self.norm(y).flatten(2)
         return out
 
-    def _check_state(self, state: NeuralMemoryState, rows: int, device: torch.device) -> None:
+    def _check_state(self, state: NeuralMemoryState, rows: int, device: torch.device, of: str = "x") -> None:
         if not isinstance(state, NeuralMemoryState):
             raise TypeError(f"state must be a NeuralMemoryState, got {type(state).__name__}")
         if state.config != self.config:
@@ -281,8 +281,10 @@ class NeuralMemory(StartsAnew):
                 "state=None"
             )
         if state.rows != rows:
+            what = "rows has a place for" if of == "rows" else "x has"
             raise ValueError(
-                f"x has {rows} rows, the state {state.rows}: carry on the same rows, or begin with state=None"
+                f"{what} {rows} rows, the state has {state.rows}: carry on the same rows, or begin with "
+                "state=None"
             )
         wide = torch.promote_types(self.w1.dtype, torch.float32)
         if state.memory[0].dtype != wide:

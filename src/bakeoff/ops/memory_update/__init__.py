@@ -128,6 +128,7 @@ def memory_update_(
 
     Raises:
         RuntimeError: an argument wants a gradient, and gradients are recorded.
+        ValueError: what is written is expanded, or two parts of it are one.
         ValueError, TypeError, bakeoff.errors.Unsupported: as `memory_update`.
 
     Source: as `memory_update`.
@@ -150,15 +151,31 @@ def memory_update_(
         raise RuntimeError(
             "memory_update_ carries no gradients: use memory_update, or call it under torch.no_grad()"
         )
+    written = [*memory, *momentum] if skipped is None else [*memory, *momentum, skipped]
+    _check_written(written)
     with torch.no_grad():
         loss, norm, ok = call(
             IN_PLACE, k, v, *memory, *momentum, lr, decay, forget, max_norm, reduction, row_weight, skipped,
             impl=impl,
         )  # fmt: skip
-    written = [*memory, *momentum] if skipped is None else [*memory, *momentum, skipped]
     # Autograd must refuse what was saved of old values, and knows nothing of kernels that write by address.
     torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
     return loss, norm, ok
+
+
+def _check_written(written: list[Any]) -> None:
+    """Two elements at one address can't both be written."""
+    if transformed():  # there addresses can't be looked at
+        return
+    parts = [t for t in written if isinstance(t, Tensor) and t.device.type != "meta" and t.numel()]
+    if any(step == 0 and size > 1 for t in parts for step, size in zip(t.stride(), t.shape, strict=True)):
+        raise ValueError(
+            "memory_update_ writes memory, momentum and skipped, which can't be expanded: clone them"
+        )
+    if len({t.data_ptr() for t in parts}) < len(parts):
+        raise ValueError(
+            "memory_update_ writes memory, momentum and skipped, of which two share their elements: clone one"
+        )
 
 
 def _check(memory: Any, momentum: Any, *gates: Any) -> None:
