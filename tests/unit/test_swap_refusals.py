@@ -32,6 +32,8 @@ def test_arguments() -> None:
         bakeoff.swap({})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"norms must be True, False or 'require', got 'yes'"):
         bakeoff.swap(nn.RMSNorm(4), norms="yes")
+    with pytest.raises(TypeError, match=r"unswap: model must be a torch.nn.Module, got dict"):
+        bakeoff.unswap({})  # type: ignore[arg-type]
 
 
 def test_prints_what_was_replaced_and_what_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +88,42 @@ def test_unknown_layers_stay() -> None:
         (reason,) = reasons(cls().eval(), "mlp")
         assert "is not down(silu(gate(x)) * up(x))" in reason
     assert "normalises over 2 dimensions" in next(iter(reasons(nn.RMSNorm((2, 3)), "norms")))
-    assert "beside a weight" in next(iter(reasons(nn.BatchNorm1d(4), "norms")))
+    assert "it holds bias" in next(iter(reasons(nn.BatchNorm1d(4), "norms")))
+    assert "it holds" not in next(iter(reasons(nn.InstanceNorm1d(4), "norms")))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_a_swap_before_left_out_is_reported_and_can_not_be_required(whole: bool) -> None:
+    model = made("llama")
+    first = swapped(model if whole else model.model.layers[0], attention=False)
+    left = [one for one in swapped(model.model.layers[0]).left if one.kind == "attention"]
+    assert [one.name for one in left] == ["self_attn"]
+    assert "it was swapped before without this; call bakeoff.unswap(model)" in left[0].reason
+    with pytest.raises(SwapError, match=r"(?s)attention is required.*layers\.0\.self_attn .*without this"):
+        swapped(model, attention="require")
+    first.undo()
+    swapped(model, attention="require").verify(input_ids=tokens(), labels=tokens())
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_on_an_activation_fire(before: bool) -> None:
+    model, ids, seen = made("llama"), tokens(), list[Any]()
+    if not before:
+        swapped(model, mlp="require")
+    activation = model.model.layers[0].mlp.act_fn
+    hook = activation.register_forward_hook(lambda _, args, out: seen.append(out.shape))
+    if before:
+        assert reasons(model, "mlp") == {
+            "its act_fn has hooks, which would not be called; remove them before the swap"
+        }
+    assert not seen
+    model(input_ids=ids)
+    assert seen == [(*ids.shape, 96)]
+    hook.remove()
+    model(input_ids=ids)
+    assert replacement_of(model.model.layers[1].mlp).calls == {"mlp": 2}  # type: ignore[union-attr]
+    if not before:
+        assert replacement_of(model.model.layers[0].mlp).calls == {"mlp": 1}  # type: ignore[union-attr]
 
 
 def test_rotation_of_neighbours_stays() -> None:

@@ -18,6 +18,7 @@ __all__ = ["Report", "swap", "unswap"]
 
 Wish = bool | str
 _KINDS = ("norms", "rotary", "mlp", "attention", "loss")
+_WITHOUT = "it was swapped before without this; call bakeoff.unswap(model), then swap once with all"
 
 
 def swap(
@@ -94,7 +95,10 @@ def unswap(model: nn.Module) -> None:
 
     Raises:
         SwapError: nothing in the model is swapped, or a forward has been wrapped since.
+        TypeError: no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unswap: model must be a torch.nn.Module, got {type(model).__name__}")
     everything = ((name, replacement_of(module)) for name, module in model.named_modules())
     held = {name: one for name, one in everything if one is not None}
     if not held:
@@ -131,6 +135,11 @@ def _look(
             left += [
                 Left(kind, name, held.cls.__name__, "it was swapped before") for kind in held.found.kinds
             ]
+            missing = {kind: kind not in held.found.kinds and wish for kind, wish in wishes.items()}
+            what, refused = _fitting(module, missing, embeddings)
+            if what is not None:
+                refused = {**refused, **dict.fromkeys(what.kinds, _WITHOUT)}
+            left += [Left(kind, name, held.cls.__name__, reason) for kind, reason in refused.items()]
             continue
         what, refused = _fitting(module, wishes, embeddings)
         if what is not None and "forward" in vars(module):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bakeoff.nn.hooks import hooked
 from bakeoff.ops import swiglu
 from bakeoff.swaps.probe import Times, agrees, draw, further_arguments, in_both_modes, quiet, stand_in
 from bakeoff.swaps.replacement import Found, note
@@ -37,6 +38,8 @@ def find_mlp(module: nn.Module) -> Found | str | None:
             return f"it drops out ({name}, p = {child.p})"
         if name not in names and any(True for _ in child.parameters()):
             return f"it has {name} ({type(child).__name__}) beside its projections"
+        if name not in names and hooked(child):
+            return f"its {name} has hooks, which would not be called; remove them before the swap"
     with quiet():
         x = draw(3, 4, _D)
         wide = 2 * _F if names == _TOGETHER else _F
@@ -63,9 +66,16 @@ def _because(module: nn.Module) -> str:
     return ""
 
 
-def _forward(cls: type, names: tuple[str, ...]) -> Callable[..., Tensor]:
-    del cls
-    return _forward_of(names)
+def _forward(cls: Any, names: tuple[str, ...]) -> Callable[..., Tensor]:
+    original, ours = cls.forward, _forward_of(names)
+
+    def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        # Hooks on the activation, which ours doesn't call, may have come since the swap.
+        if any(hooked(child) for name, child in module.named_children() if name not in names):
+            return original(module, *args, **kwargs)  # type: ignore[no-any-return]
+        return ours(module, *args, **kwargs)
+
+    return forward
 
 
 @functools.cache

@@ -34,10 +34,12 @@ def find_norm(module: nn.Module) -> Found | str | None:
     shape = getattr(module, "normalized_shape", (_D,))
     if isinstance(shape, tuple) and len(shape) != 1:
         return f"it normalises over {len(shape)} dimensions: rms_norm takes the last one"
-    weight, others = module._parameters.get("weight"), set(module._parameters) - {"weight"}
-    if any(module._parameters[other] is not None for other in others) or module._buffers:
-        held = ", ".join(sorted(others) or (f"the buffer {name}" for name in module._buffers))
-        return f"it holds {held}, which rms_norm, with nothing beside a weight, doesn't know"
+    tensors = {name: held for name, held in module._parameters.items() if held is not None}
+    weight = tensors.pop("weight", None)
+    others = sorted(tensors)
+    others += [f"the buffer {name}" for name, held in module._buffers.items() if held is not None]
+    if others:
+        return f"it holds {', '.join(others)}, which rms_norm, with nothing beside a weight, doesn't know"
     if weight is not None and (weight.dim() != 1 or not weight.is_floating_point() or weight.itemsize < 2):
         return f"its weight is {weight.dtype}{list(weight.shape)}: rms_norm takes [D] of 16 bits or more"
     eps = next((given for given in _EPS if hasattr(module, given)), None)

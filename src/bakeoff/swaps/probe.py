@@ -58,7 +58,8 @@ def stand_in(
 ) -> nn.Module:
     """Another object of the module's class and settings, in training, with these parameters and submodules.
 
-    Submodules that are not given are the module's own; no parameter and no buffer is.
+    Submodules that are not given are the module's own; no parameter and no buffer is, but for those that are
+    None.
     """
     other = object.__new__(type(module))
     held = {name: value for name, value in vars(module).items() if name != "forward"}
@@ -67,6 +68,8 @@ def stand_in(
     vars(other).update(held)
     for name, child in {**module._modules, **(modules or {})}.items():
         other._modules[name] = child
+    other._parameters.update({name: None for name, held in module._parameters.items() if held is None})
+    other._buffers.update({name: None for name, held in module._buffers.items() if held is None})
     for name, tensor in (parameters or {}).items():
         other._parameters[name] = nn.Parameter(tensor)
     vars(other).update(attributes)
