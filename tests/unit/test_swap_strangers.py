@@ -276,6 +276,48 @@ def test_models_of_an_encoder_and_a_decoder() -> None:
     }
 
 
+def test_other_models_with_labels_and_a_head_say_so() -> None:
+    config = transformers.T5Config(
+        vocab_size=V, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    with pytest.raises(SwapError, match=r"T5For.*: its class is called neither \.\.\.ForCausalLM nor"):
+        swapped(transformers.T5ForConditionalGeneration(config), loss="require")
+
+
+class PeftModelForCausalLM(nn.Module):
+    """A wrapper that gives its model's attributes and has another signature, as PEFT's."""
+
+    def __init__(self, base_model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = base_model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_model"), name)
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        return self.base_model(input_ids=input_ids, labels=labels, **kwargs)
+
+
+def test_a_wrapper_s_loss_is_the_inner_model_s() -> None:
+    model, ids = PeftModelForCausalLM(made("llama")), tokens()
+    report = swapped(model, loss="require")
+    assert not report.left
+    assert report.verify(input_ids=ids, labels=ids).calls["loss"] == 1
+
+
+@pytest.mark.parametrize("kept", ["nothing", "lm_head"])
+def test_frozen_models_and_no_grad(kept: str) -> None:
+    model, ids = made("llama"), tokens()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(kept))
+    with torch.no_grad():
+        found = swapped(model).verify(input_ids=ids, labels=ids)
+    assert set(found.swapped) == {"output", "loss", *(["d lm_head.weight"] if kept == "lm_head" else [])}
+
+
 def test_a_model_that_float64_is_beyond() -> None:
     model = transformers.XGLMForCausalLM(
         transformers.XGLMConfig(vocab_size=V, d_model=32, ffn_dim=48, num_layers=1, attention_heads=4)

@@ -22,20 +22,25 @@ __all__ = ["find_loss"]
 
 _CAP = "final_logit_softcapping"
 _IGNORED = -100
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How the library's causal language models are called."""
 
 
 def find_loss(module: nn.Module) -> Found | str | None:
     """What replaces the loss of a causal language model; why nothing does; None where it is no such model."""
-    if not type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-        return None
+    if any(_is_causal(below) for below in module.modules() if below is not module):
+        return None  # a wrapper of one, as PEFT's, whose loss is the inner model's
+    if not _is_causal(module):
+        if "lm_head" not in module._modules or "labels" not in _taken(module):
+            return None
+        return f"its class is called neither {' nor '.join(f'...{end}' for end in _CAUSAL)}"
     if importlib.util.find_spec("bakeoff.ops.linear_cross_entropy") is None:
         return "this version has no op linear_cross_entropy"
     head = getattr(module, "lm_head", None)
     reason = _unfit(head)
     if reason is not None:
         return reason
-    parameters = inspect.signature(type(module).forward).parameters
-    if "labels" not in parameters or "logits_to_keep" not in parameters:
+    if not _taken(module) >= {"labels", "logits_to_keep"}:
         return "its forward takes no labels or no logits_to_keep"
     try:
         from transformers.loss.loss_utils import ForCausalLMLoss
@@ -45,6 +50,15 @@ def find_loss(module: nn.Module) -> Found | str | None:
         called = getattr(module.loss_function, "__name__", module.loss_function)
         return f"its loss_function is {called}, not the library's ForCausalLMLoss"
     return _does_more(module) or Found(("loss",), ("linear_cross_entropy",), _forward, ())
+
+
+def _is_causal(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(_CAUSAL)
+
+
+def _taken(module: nn.Module) -> set[str]:
+    """What its forward takes, by name."""
+    return set(inspect.signature(type(module).forward).parameters)
 
 
 def _unfit(head: Any) -> str | None:

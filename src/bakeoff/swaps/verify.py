@@ -67,7 +67,8 @@ def verify(report: "Report", args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """See `Report.verify`."""
     batch: Batch = (args, kwargs)
     before = {name: dict(held.calls) for name, held in report.replaced.items()}
-    mine = _results(report.model, batch)
+    losses = [name for name, held in report.replaced.items() if "loss" in held.found.kinds]
+    mine = _results(report.model, batch, losses)
     silent = [
         f"{name or 'the model'} ({kind})"
         for name, held in report.replaced.items()
@@ -87,13 +88,13 @@ def verify(report: "Report", args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         def own(batch: Batch) -> tuple[Results, Results]:
             try:
                 with _KeepDouble():
-                    exact = _results(exact_model, _double(batch))
+                    exact = _results(exact_model, _double(batch), losses)
             except Exception as error:
                 raise SwapError(
                     f"verify: the model's own code, which results are compared with, fails in float64 "
                     f"({type(error).__name__}: {error}); compare with it in the model's own dtype yourself"
                 ) from error
-            return exact, _results(report.model, batch)
+            return exact, _results(report.model, batch, losses)
 
         exact, plain = own(batch)
         standard = _standard(exact, plain, batch, own)
@@ -137,10 +138,11 @@ def _standard(
     )
 
 
-def _results(model: nn.Module, batch: Batch) -> Results:
-    """Outputs without labels, the loss, and the gradient of each parameter."""
+def _results(model: nn.Module, batch: Batch, losses: Sequence[str]) -> Results:
+    """Outputs without labels, the loss, and the gradient of each parameter that isn't frozen; `losses` are
+    the names of modules whose loss was replaced."""
     args, kwargs = batch
-    with _evaluating(model):
+    with _evaluating(model), torch.enable_grad():
         with torch.no_grad():
             shifts = getattr(
                 getattr(model, "config", None), "is_encoder_decoder", False
@@ -149,13 +151,14 @@ def _results(model: nn.Module, batch: Batch) -> Results:
             outputs = _tensors(model(*args, **told))
         if not outputs:
             raise SwapError("verify: the model returned no floating-point tensor")
-        model.training = True  # of the model alone: it decides whether the loss needs logits
+        for name in ("", *losses):  # of these alone: it decides whether the loss needs logits
+            model.get_submodule(name).training = True
         out = model(*args, **kwargs)
         loss: Any = getattr(out, "loss", None)
         if loss is None:
             loss = sum(_projected(tensor) for tensor in _tensors(out))
         wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True) if wanted else ()
     found = {"output": outputs[0], "loss": loss.detach()}
     found |= {f"output {i}": tensor for i, tensor in enumerate(outputs[1:], 1)}
     # Flat: a weight's row is one unit's gradient, which may cancel to nothing to be relative to.
