@@ -14,7 +14,7 @@ from bakeoff.apps.train.config import Config, ConfigError, resolve
 from bakeoff.apps.train.step import Stepper
 from bakeoff.models import llm_med, titan_mac
 from bakeoff.ops.muon import muon_
-from bakeoff.optim import AdamW, Muon, muon_groups
+from bakeoff.optim import AdamW, Muon, muon_groups, nested_groups
 
 
 class Model(nn.Module):
@@ -114,7 +114,7 @@ def test_patterns_say_otherwise() -> None:
     assert found["filters"] == ["inner.0.weight", "conv.weight"]
     with pytest.raises(ValueError, match=r"no parameter is called 'q\.\*'; names look like"):
         muon_groups(model(), splits={"q.*": 3})
-    with pytest.raises(ValueError, match=r"conv.weight is in matrices and has shape \(6, 6, 3\)"):
+    with pytest.raises(ValueError, match=r"conv.weight is in matrices and has shape \(6, 6, 3\).*leave"):
         muon_groups(model(), matrices=["conv.weight"])
     with pytest.raises(ValueError, match=r"inner.1.weight is in matrices and in others"):
         muon_groups(model(), matrices=["inner.*.weight"], others=["inner.1.*"])
@@ -122,6 +122,15 @@ def test_patterns_say_otherwise() -> None:
         ValueError, match=r"splits fit nothing that Muon steps at \['poles'\]; put the matrix"
     ):
         muon_groups(model(), splits={"poles": 2, "qkv.*": 3})
+
+
+@pytest.mark.parametrize("groups", [muon_groups, nested_groups])
+def test_what_has_no_shape_yet_is_refused(groups: Any) -> None:
+    net = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"_groups: 0.weight has no shape yet.*; call the model once first"):
+        groups(net)
+    net(torch.randn(2, 4))
+    assert groups(net)[0]["name"] in ("matrices", "core")
 
 
 def test_models_of_this_package() -> None:

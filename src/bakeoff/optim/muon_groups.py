@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["muon_groups"]
+__all__ = ["muon_groups", "refuse_lazy"]
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _HEADS = {"head", "lm_head", "unembed"}
@@ -41,7 +41,8 @@ def muon_groups(
 
     Raises:
         ValueError: a pattern that fits no parameter; one of `matrices` that fits what is no matrix; one of
-            `splits` that fits nothing of Muon's; a name that both `matrices` and `others` fit.
+            `splits` that fits nothing of Muon's; a name that both `matrices` and `others` fit; a parameter of
+            a lazy module, which has no shape yet.
 
     Example:
         >>> from torch import nn
@@ -51,6 +52,7 @@ def muon_groups(
         embeddings: AdamW, 1 tensors, 32 parameters
         vectors: AdamW, 3 tensors, 12 parameters
     """
+    refuse_lazy("muon_groups", model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     splits = splits or {}
     _check_patterns(named, splits, matrices, others)
@@ -64,7 +66,8 @@ def muon_groups(
         if _any(name, matrices):
             if p.ndim != 2:
                 raise ValueError(
-                    f"muon_groups: {name} is in matrices and has shape {tuple(p.shape)}; Muon takes matrices"
+                    f"muon_groups: {name} is in matrices and has shape {tuple(p.shape)}; Muon takes "
+                    f"matrices, so leave it out of matrices="
                 )
             kind = "matrices"
         elif _any(name, others) and kind == "matrices":
@@ -102,6 +105,15 @@ def muon_groups(
         if report is not None:
             report(_line(group))
     return groups
+
+
+def refuse_lazy(own: str, model: nn.Module) -> None:
+    """Raises for a parameter without a shape, which says nothing of the group that it belongs to."""
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"{own}: {name} has no shape yet, so its group is unknown; call the model once first"
+            )
 
 
 def _check_patterns(

@@ -11,6 +11,7 @@ from bakeoff.ops.adamw.update import take_step
 from bakeoff.optim.controller import NestedController
 from bakeoff.optim.groups import Lists, ParamGroup
 from bakeoff.optim.muon import Muon
+from bakeoff.optim.muon_groups import refuse_lazy
 from bakeoff.select import TensorList
 
 __all__ = ["DeepNestedOptimizer", "nested_groups"]
@@ -29,12 +30,16 @@ def nested_groups(
     With `muon` the matrices of "core" are Muon's, and what has more dimensions, which Muon can't step, is a
     group "tables" (with decay); without, that is in "core" too.
 
+    Raises:
+        ValueError: a parameter of a lazy module, which has no shape yet.
+
     Example:
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
         >>> [(group["name"], len(group["params"])) for group in nested_groups(model)]
         [('core', 1), ('embed', 1), ('scales', 1)]
     """
+    refuse_lazy("nested_groups", model)
     heads = {"head", "lm_head"}
     tables = {
         p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
