@@ -126,6 +126,17 @@ def test_hooks_on_an_activation_fire(before: bool) -> None:
         assert replacement_of(model.model.layers[0].mlp).calls == {"mlp": 1}  # type: ignore[union-attr]
 
 
+def test_another_activation_after_the_swap_holds() -> None:
+    model, ids = made("llama"), tokens()
+    report = swapped(model, mlp="require")
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.GELU()
+    got = model(input_ids=ids).logits
+    assert report.calls()["mlp"] == 0
+    report.undo()
+    torch.testing.assert_close(got, model(input_ids=ids).logits)
+
+
 def test_rotation_of_neighbours_stays() -> None:
     import transformers
 
@@ -195,7 +206,10 @@ def test_quantised_weights() -> None:
     want = gradients(model, input_ids=ids, labels=ids)
     report = swapped(model, mlp="require")  # calls projections, whatever they are
     if HAS["loss"]:
-        assert any("a Quantised, not a plain nn.Linear" in one.reason for one in report.left)
+        assert any(
+            "a tests.unit.test_swap_refusals.Quantised, not a plain nn.Linear" in one.reason
+            for one in report.left
+        )
     torch.testing.assert_close(gradients(model, input_ids=ids, labels=ids), want)
 
 

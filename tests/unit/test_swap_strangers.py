@@ -169,7 +169,7 @@ def test_adapters_in_a_wider_dtype(before: bool) -> None:
         model.lm_head = Adapted(model.lm_head)
         if number and before:
             report = swapped(model, mlp="require")
-            assert any("its lm_head is a Adapted" in one.reason for one in report.left)
+            assert any("strangers.Adapted, not a plain" in one.reason for one in report.left)
     results = []
     for model in both:
         with torch.autocast("cpu", torch.bfloat16):
@@ -316,6 +316,17 @@ def test_frozen_models_and_no_grad(kept: str) -> None:
     with torch.no_grad():
         found = swapped(model).verify(input_ids=ids, labels=ids)
     assert set(found.swapped) == {"output", "loss", *(["d lm_head.weight"] if kept == "lm_head" else [])}
+
+
+def test_verify_says_why_it_can_not() -> None:
+    layer = nn.Sequential(nn.RMSNorm(8))
+    report = swapped(layer)
+    layer.kept = torch.ones(2, requires_grad=True) * 2  # with a history, as a pruned weight
+    with pytest.raises(SwapError, match=r"can't be copied into float64 .*; compare .*report\.undone\(\)"):
+        report.verify(torch.randn(2, 8))
+    report.undo()
+    with pytest.raises(SwapError, match=r"verify: the swap of 0 has been undone; swap again"):
+        report.verify(torch.randn(2, 8))
 
 
 def test_a_model_that_float64_is_beyond() -> None:

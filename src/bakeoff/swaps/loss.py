@@ -66,7 +66,8 @@ def _unfit(head: Any) -> str | None:
     if head is None:
         return "it has no lm_head"
     if type(head) is not nn.Linear:
-        return f"its lm_head is a {type(head).__name__}, not a plain nn.Linear whose weight can be read"
+        kind = f"{type(head).__module__}.{type(head).__name__}"  # others are called Linear, too
+        return f"its lm_head is a {kind}, not a plain nn.Linear whose weight can be read"
     if not head.weight.is_floating_point() or head.weight.itemsize < 2:
         return f"its lm_head's weight is {head.weight.dtype}"
     if hooked(head):

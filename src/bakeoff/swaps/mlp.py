@@ -52,7 +52,8 @@ def find_mlp(module: nn.Module) -> Found | str | None:
             return f"its forward fails on a small stand-in ({type(error).__name__}: {error})"
         want = _forward_of(names)(other, x)
         if all(agrees(y, want) for y in both):
-            return Found(("mlp",), ("swiglu",), _forward, (names,))
+            beside = tuple((name, type(child)) for name, child in _beside(module, names))
+            return Found(("mlp",), ("swiglu",), _forward, (names, beside))
     return f"its forward is not down(silu(gate(x)) * up(x)){_because(module)}"
 
 
@@ -66,12 +67,20 @@ def _because(module: nn.Module) -> str:
     return ""
 
 
-def _forward(cls: Any, names: tuple[str, ...]) -> Callable[..., Tensor]:
+def _beside(module: nn.Module, names: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+    """The children that aren't called after a swap: the activation, and dropout that drops nothing."""
+    return [(name, child) for name, child in module.named_children() if name not in names]
+
+
+def _forward(cls: Any, names: tuple[str, ...], beside: tuple[tuple[str, type], ...]) -> Callable[..., Tensor]:
+    """`beside` are the names and classes of the children that aren't called."""
     original, ours = cls.forward, _forward_of(names)
 
     def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        # Hooks on the activation, which ours doesn't call, may have come since the swap.
-        if any(hooked(child) for name, child in module.named_children() if name not in names):
+        others = _beside(module, names)
+        # Since the swap there may be hooks on the activation, or another activation.
+        changed = tuple((name, type(child)) for name, child in others) != beside
+        if changed or any(hooked(child) for _, child in others):
             return original(module, *args, **kwargs)  # type: ignore[no-any-return]
         return ours(module, *args, **kwargs)
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from bakeoff.errors import SwapError
 from bakeoff.select.contests.copies import Rejected
 from bakeoff.select.contests.judge import Errors, Standard, errors_of, judge
+from bakeoff.swaps.replacement import replacement_of
 
 if TYPE_CHECKING:
     from bakeoff.swaps.report import Report
@@ -66,6 +67,9 @@ class _KeepDouble(TorchFunctionMode):
 def verify(report: "Report", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Comparison:
     """See `Report.verify`."""
     batch: Batch = (args, kwargs)
+    for name, held in report.replaced.items():
+        if replacement_of(held.module) is not held:
+            raise SwapError(f"verify: the swap of {name or 'the model'} has been undone; swap again first")
     before = {name: dict(held.calls) for name, held in report.replaced.items()}
     losses = [name for name, held in report.replaced.items() if "loss" in held.found.kinds]
     mine = _results(report.model, batch, losses)
@@ -104,7 +108,13 @@ def verify(report: "Report", args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def _exact(model: nn.Module) -> Any:
     """A copy in float64; mixtures of experts without grouped products, which take no float64."""
-    other: Any = copy.deepcopy(model).double()
+    try:
+        other: Any = copy.deepcopy(model).double()
+    except Exception as error:
+        raise SwapError(
+            f"verify: the model can't be copied into float64 ({type(error).__name__}: {error}); compare with "
+            f"its own code yourself, within `with report.undone():`"
+        ) from error
     if hasattr(other, "set_experts_implementation"):
         other.set_experts_implementation("eager")
     return other
