@@ -306,6 +306,12 @@ def test_a_wrapper_s_loss_is_the_inner_model_s() -> None:
     report = swapped(model, loss="require")
     assert not report.left
     assert report.verify(input_ids=ids, labels=ids).calls["loss"] == 1
+    report.undo()
+    model.lm_head = nn.Linear(64, V)  # of its own: no wrapper
+    with pytest.raises(
+        SwapError, match=r"the model \(PeftModelForCausalLM\): its forward takes no labels or"
+    ):
+        swapped(model, loss="require")
 
 
 @pytest.mark.parametrize("kept", ["nothing", "lm_head"])

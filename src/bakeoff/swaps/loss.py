@@ -28,10 +28,11 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 def find_loss(module: nn.Module) -> Found | str | None:
     """What replaces the loss of a causal language model; why nothing does; None where it is no such model."""
-    if any(_is_causal(below) for below in module.modules() if below is not module):
+    owns = "lm_head" in module._modules
+    if not owns and any(_is_causal(below) for below in module.modules() if below is not module):
         return None  # a wrapper of one, as PEFT's, whose loss is the inner model's
     if not _is_causal(module):
-        if "lm_head" not in module._modules or "labels" not in _taken(module):
+        if not owns or "labels" not in _taken(module):
             return None
         return f"its class is called neither {' nor '.join(f'...{end}' for end in _CAUSAL)}"
     if importlib.util.find_spec("bakeoff.ops.linear_cross_entropy") is None:
