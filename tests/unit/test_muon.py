@@ -114,6 +114,8 @@ def test_patterns_say_otherwise() -> None:
     assert found["filters"] == ["inner.0.weight", "conv.weight"]
     with pytest.raises(ValueError, match=r"no parameter is called 'q\.\*'; names look like"):
         muon_groups(model(), splits={"q.*": 3})
+    with pytest.raises(TypeError, match=r"others must be a list of patterns, got 'inner.*'; pass \['inner"):
+        muon_groups(model(), others="inner.*")
     with pytest.raises(ValueError, match=r"conv.weight is in matrices and has shape \(6, 6, 3\).*leave"):
         muon_groups(model(), matrices=["conv.weight"])
     with pytest.raises(ValueError, match=r"inner.1.weight is in matrices and in others"):

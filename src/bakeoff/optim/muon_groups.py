@@ -40,6 +40,7 @@ def muon_groups(
         report: called with one line for each group, such as `print`.
 
     Raises:
+        TypeError: `matrices` or `others` that is one string.
         ValueError: a pattern that fits no parameter; one of `matrices` that fits what is no matrix; one of
             `splits` that fits nothing of Muon's; a name that both `matrices` and `others` fit; a parameter of
             a lazy module, which has no shape yet.
@@ -119,6 +120,11 @@ def refuse_lazy(own: str, model: nn.Module) -> None:
 def _check_patterns(
     names: Collection[str], splits: Collection[str], matrices: Sequence[str], others: Sequence[str]
 ) -> None:
+    for argument, patterns in (("matrices", matrices), ("others", others)):
+        if isinstance(patterns, str):
+            raise TypeError(
+                f"muon_groups: {argument} must be a list of patterns, got {patterns!r}; pass [{patterns!r}]"
+            )
     for pattern in (*splits, *matrices, *others):
         if not fnmatch.filter(names, pattern):
             raise ValueError(
