@@ -405,6 +405,11 @@ def test_a_state_of_another_batch_or_configuration_is_refused() -> None:
     [
         ({"heads": 3}, "dim=16 must be a multiple of heads=3"),
         ({"chunk": 0}, "chunk=0 must be at least 1"),
+        ({"chunk": 4.0}, "chunk=4.0 must be a whole number"),
+        ({"heads": True}, "heads=True must be a whole number"),
+        ({"max_lr": "1"}, "max_lr='1' must be a number"),
+        ({"momentum": "no"}, "momentum='no' must be True or False"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0 must be finite and at least 0"),
         ({"read": "later"}, "read='later' must be one of after, before, chunk"),
         ({"learns": "first"}, "learns='first' must be 'all' or 'last'"),
         ({"max_lr": 0.0}, "max_lr=0.0 must be positive and finite"),
@@ -414,7 +419,7 @@ def test_a_state_of_another_batch_or_configuration_is_refused() -> None:
     ],
 )
 def test_settings_outside_their_range_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         NeuralMemory(16, **settings)
 
 

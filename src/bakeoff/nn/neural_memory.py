@@ -5,7 +5,7 @@ Shapes: B rows, T time, D dim, h heads, E = D / h, H = expansion E, G = B h grou
 
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -151,6 +151,10 @@ class NeuralMemory(StartsAnew):
     ) -> None:
         super().__init__()
         _check(dim, heads, expansion, chunk, read, max_lr, decay, forget, learns)
+        _check_kinds(bool, "True or False", momentum=momentum, per_token=per_token, ascent=ascent)
+        _check_kinds(float | int, "a number", norm_eps=norm_eps)
+        if not 0.0 <= norm_eps < math.inf:
+            raise ValueError(f"norm_eps={norm_eps} must be finite and at least 0: 1e-6 is usual")
         self.dim, self.heads, self.chunk, self.read = dim, heads, chunk, read
         self.max_lr, self.momentum, self.ascent, self.learns = max_lr, momentum, ascent, learns
         self.stream = memory_stream if learns == "all" else last_layer_stream
@@ -316,6 +320,12 @@ def _logit(share: float) -> float:
     return math.log(share / (1 - share))
 
 
+def _check_kinds(kind: Any, called: str, **given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            raise TypeError(f"{name}={value!r} must be {called}")
+
+
 def _check(
     dim: int,
     heads: int,
@@ -327,7 +337,10 @@ def _check(
     forget: float,
     learns: str,
 ) -> None:
-    for name, size in (("dim", dim), ("heads", heads), ("expansion", expansion), ("chunk", chunk)):
+    sizes = {"dim": dim, "heads": heads, "expansion": expansion, "chunk": chunk}
+    _check_kinds(int, "a whole number", **sizes)
+    _check_kinds(float | int, "a number", max_lr=max_lr, decay=decay, forget=forget)
+    for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
     if dim % heads:
