@@ -286,8 +286,8 @@ def other_properties(rank: int) -> None:
         ({"borders": (0, 40)}, "expected 2 numbers|expected 3 numbers"),
         ({"borders": (0, 20.5, 40)}, "expected 3 numbers"),
         ({"cu_seqlens": (0, 40)}, "packed documents are one row"),
-        ({"phase": ((0,), (0,))}, "rows of other lengths"),
-        ({"phase": "mods"}, "'mods'; it is 'mod', 'block' or a table"),
+        ({"phase": ((0,), (0,))}, "table of phases has rows of"),
+        ({"phase": "mods"}, "'mods', expected 'mod', 'block' or a table"),
         ({"phase": ((0,) * k.shape[2], (2,) * k.shape[2])}, "must lie in 0..1"),
         ({"scale": 0.0}, "above 0 and finite"),
         ({"combine_grad": "none"}, "'exact' or 'detached'"),
@@ -296,7 +296,7 @@ def other_properties(rank: int) -> None:
             dilated_attention(q, k, v, (10, 40), (1, 2), mesh=mesh, **options)
     for branches, message in (
         (((10,), (1, 2)), "1 segments and 2 rates"),
-        (((2,), (4,)), "at most its segment"),
+        (((2,), (4,)), "above its segment"),
         (((40, 10), (1, 1)), "so that segments increase"),
         (((10, 40), (2, 1)), "must not decrease"),
     ):

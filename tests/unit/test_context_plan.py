@@ -216,7 +216,7 @@ def test_bad_plans() -> None:
         context_plan(64, 4, 8, 16, (64,), (1,), kv_heads=2, method="ulysses")
     with pytest.raises(ValueError, match="method is 'magic'; it is auto, exchange, ring, balanced, ulysses"):
         context_plan(64, 4, 8, 16, (64,), (1,), method="magic")
-    with pytest.raises(ValueError, match="at most its segment"):
+    with pytest.raises(ValueError, match="above its segment"):
         context_plan(64, 4, 8, 16, (4,), (8,))
     for tokens, options, message in (
         ((0, 40, 20, 64, 64), {}, "expected 5 numbers"),

@@ -4,8 +4,9 @@ Shapes: B rows, T time, D dim, h heads, E = D / h, H = expansion E, G = B h grou
 """
 
 import math
+import numbers
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +153,7 @@ class NeuralMemory(StartsAnew):
         super().__init__()
         _check(dim, heads, expansion, chunk, read, max_lr, decay, forget, learns)
         _check_kinds(bool, "True or False", momentum=momentum, per_token=per_token, ascent=ascent)
-        _check_kinds(float | int, "a number", norm_eps=norm_eps)
+        _check_kinds(numbers.Real, "a number", norm_eps=norm_eps)
         if not 0.0 <= norm_eps < math.inf:
             raise ValueError(f"norm_eps={norm_eps} must be finite and at least 0: 1e-6 is usual")
         self.dim, self.heads, self.chunk, self.read = dim, heads, chunk, read
@@ -209,7 +210,7 @@ class NeuralMemory(StartsAnew):
         """
         if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.ndim != 1:
             raise TypeError("rows must be a bool tensor [B], true where a row begins anew")
-        self._check_state(state, rows.shape[0], rows.device, of="rows")
+        self._check_state(state, rows.shape[0], rows.device, "rows has a place for")
         groups = rows.repeat_interleave(self.heads, output_size=rows.shape[0] * self.heads)
         fresh, tensors = self.start(state.conv).tensors(), state.tensors()
         for name, old in tensors.items():
@@ -276,7 +277,9 @@ class NeuralMemory(StartsAnew):
         out: Tensor = self.norm(y).flatten(2)
         return out
 
-    def _check_state(self, state: NeuralMemoryState, rows: int, device: torch.device, of: str = "x") -> None:
+    def _check_state(
+        self, state: NeuralMemoryState, rows: int, device: torch.device, given: str = "x has"
+    ) -> None:
         if not isinstance(state, NeuralMemoryState):
             raise TypeError(f"state must be a NeuralMemoryState, got {type(state).__name__}")
         if state.config != self.config:
@@ -285,9 +288,8 @@ class NeuralMemory(StartsAnew):
                 "state=None"
             )
         if state.rows != rows:
-            what = "rows has a place for" if of == "rows" else "x has"
             raise ValueError(
-                f"{what} {rows} rows, the state has {state.rows}: carry on the same rows, or begin with "
+                f"{given} {rows} rows, the state has {state.rows}: carry on the same rows, or begin with "
                 "state=None"
             )
         wide = torch.promote_types(self.w1.dtype, torch.float32)
@@ -320,7 +322,7 @@ def _logit(share: float) -> float:
     return math.log(share / (1 - share))
 
 
-def _check_kinds(kind: Any, called: str, **given: object) -> None:
+def _check_kinds(kind: type, called: str, **given: object) -> None:
     for name, value in given.items():
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise TypeError(f"{name}={value!r} must be {called}")
@@ -338,8 +340,8 @@ def _check(
     learns: str,
 ) -> None:
     sizes = {"dim": dim, "heads": heads, "expansion": expansion, "chunk": chunk}
-    _check_kinds(int, "a whole number", **sizes)
-    _check_kinds(float | int, "a number", max_lr=max_lr, decay=decay, forget=forget)
+    _check_kinds(numbers.Integral, "a whole number", **sizes)
+    _check_kinds(numbers.Real, "a number", max_lr=max_lr, decay=decay, forget=forget)
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")

@@ -5,9 +5,7 @@ rows of keys and values alone, each once, posted before anything is computed (se
 queries, where that evens out their work (see `balance`); or all tokens of some heads (see `ulysses`).
 """
 
-import itertools
 import logging
-import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -18,8 +16,9 @@ from torch._compile import _disable_dynamo  # as torch.compiler.disable, which i
 from torch.distributed.device_mesh import DeviceMesh
 
 from bakeoff.attention_backends.scale import check_scale
-from bakeoff.ops.dilated_attention.op import warn_of_unreachable
-from bakeoff.ops.dilated_attention.reference import Pattern, pattern_of
+from bakeoff.ops.dilated_attention import phase_text, sizes_text
+from bakeoff.ops.dilated_attention.op import checked_pattern, warn_of_unreachable
+from bakeoff.ops.dilated_attention.reference import Pattern
 from bakeoff.parallel.balance import balanced
 from bakeoff.parallel.exchange import Layout
 from bakeoff.parallel.exchange import borders as even
@@ -187,35 +186,7 @@ def _announce(plan: ContextPlan) -> None:
 def _pattern(
     segments: Sequence[int], rates: Sequence[int], phase: str | Sequence[Sequence[int]], kv_heads: int
 ) -> Pattern:
-    try:
-        whole = [tuple(map(operator.index, sizes)) for sizes in (segments, rates)]
-    except TypeError:
-        raise TypeError(
-            f"segments are {segments!r} and rates {rates!r}; pass tuples of whole numbers, such as "
-            "(2048, 8192), (1, 4)"
-        ) from None
-    try:
-        pattern = pattern_of(whole[0], whole[1], phase, kv_heads)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"phase is {phase!r}; it is 'mod', 'block' or a table of whole numbers, a row for each branch "
-            "with a phase for each kv head"
-        ) from None
-    if not pattern.segments or len(pattern.segments) != len(pattern.rates):
-        raise ValueError(f"{len(whole[0])} segments and {len(whole[1])} rates; each branch has one of both")
-    for w, r in zip(pattern.segments, pattern.rates, strict=True):
-        if not 1 <= r <= w:
-            raise ValueError(f"segment {w} with rate {r}; a rate is at least 1 and at most its segment")
-    if any(a >= b for a, b in itertools.pairwise(pattern.segments)):
-        raise ValueError(f"segments are {pattern.segments}; order the branches so that segments increase")
-    if any(a > b for a, b in itertools.pairwise(pattern.rates)):
-        raise ValueError(f"rates are {pattern.rates}; they must not decrease while segments increase")
-    if [len(row) for row in pattern.phases] != [kv_heads] * len(pattern.rates):
-        raise ValueError(f"phase has rows of other lengths than the {kv_heads} kv heads, or not one a branch")
-    for r, row in zip(pattern.rates, pattern.phases, strict=True):
-        if not all(0 <= phase < r for phase in row):
-            raise ValueError(f"phases {row} of the branch with rate {r} must lie in 0..{r - 1}")
-    return pattern
+    return checked_pattern(sizes_text(segments), sizes_text(rates), phase_text(phase), kv_heads)
 
 
 def _layout(

@@ -43,10 +43,9 @@ def attended(
     ends = [end for pair in documents_within(layout, *part) for end in pair]
     ends = [end - part[0] for end in ends[:1] + ends[1::2]]
     whole = ends == [0, part[1] - part[0]]
-    longest = max(layout.tokens, layout.pattern.rates[-1])  # kernels count in int32; no rate is above it
     found = ops.dilated_attention(
         q, k, v,
-        [min(w, longest + branch) for branch, w in enumerate(layout.pattern.segments)],
+        layout.pattern.segments,
         layout.pattern.rates,
         causal=layout.causal,
         phase=phases,

@@ -52,7 +52,8 @@ def find_mlp(module: nn.Module) -> Found | str | None:
             return f"its forward fails on a small stand-in ({type(error).__name__}: {error})"
         want = _forward_of(names)(other, x)
         if all(agrees(y, want) for y in both):
-            beside = tuple((name, type(child)) for name, child in _beside(module, names))
+            others = (pair for pair in module.named_children() if pair[0] not in names)
+            beside = tuple((name, type(child)) for name, child in others)
             return Found(("mlp",), ("swiglu",), _forward, (names, beside))
     return f"its forward is not down(silu(gate(x)) * up(x)){_because(module)}"
 
@@ -67,21 +68,19 @@ def _because(module: nn.Module) -> str:
     return ""
 
 
-def _beside(module: nn.Module, names: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
-    """The children that aren't called after a swap: the activation, and dropout that drops nothing."""
-    return [(name, child) for name, child in module.named_children() if name not in names]
-
-
-def _forward(cls: Any, names: tuple[str, ...], beside: tuple[tuple[str, type], ...]) -> Callable[..., Tensor]:
-    """`beside` are the names and classes of the children that aren't called."""
+def _forward(
+    cls: Any, names: tuple[str, ...], beside: tuple[tuple[str, type[nn.Module]], ...]
+) -> Callable[..., Tensor]:
+    """`beside` are the names and classes of the children that aren't called: the activation, and dropout that
+    drops nothing."""
     original, ours = cls.forward, _forward_of(names)
 
     def forward(module: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        others = _beside(module, names)
-        # Since the swap there may be hooks on the activation, or another activation.
-        changed = tuple((name, type(child)) for name, child in others) != beside
-        if changed or any(hooked(child) for _, child in others):
-            return original(module, *args, **kwargs)  # type: ignore[no-any-return]
+        for name, kind in beside:  # since the swap there may be hooks on the activation, or another one
+            child = getattr(module, name, None)
+            if type(child) is not kind or hooked(child):
+                out: Tensor = original(module, *args, **kwargs)
+                return out
         return ours(module, *args, **kwargs)
 
     return forward

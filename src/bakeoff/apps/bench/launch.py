@@ -132,6 +132,7 @@ def run_launch(
 
 def _compile(cells: Sequence[Cell], jobs: int, announce: Callable[[str], None]) -> None:
     """Call every candidate of `cells` once, in processes side by side."""
+    others = {process.pid for process in multiprocessing.active_children()}
     spawning = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawning, initializer=_begin, initargs=(compilers(jobs),)) as pool:
         calls = [pool.submit(_call_all, cell.op.name, cell.case) for cell in cells]
@@ -142,7 +143,8 @@ def _compile(cells: Sequence[Cell], jobs: int, announce: Callable[[str], None]) 
                 announce(f"{cells[0].op.name}: compiled {done} of {len(cells)}")
         except BaseException:  # Ctrl-C: the pool would first finish every call that is left
             for process in multiprocessing.active_children():
-                process.kill()
+                if process.pid not in others:
+                    process.kill()
             raise
 
 
@@ -211,15 +213,14 @@ def host_timing(
 ) -> Timing:
     """The host's time of a call, in bursts that begin with the device idle. On the CPU, a call's time.
 
-    At least seven bursts are timed, and `budget_s` more; of calls so slow that seven bursts would take longer
-    than that, three calls.
+    Bursts are timed for `budget_s`, at least seven. Of calls so slow that seven bursts would take many times
+    as long, three calls are.
     """
     for _ in range(3):  # compile, allocate, record
         for call in calls:
             call()
     synchronize(device)
     once = seconds_per_call(calls, 1, device, clock=clock, host_only=True)
-    synchronize(device)
     burst, least = (_BURST, 7) if once * _BURST * 7 <= _SLOW * budget_s else (1, 3)
     samples: list[float] = []
     end = clock() + budget_s

@@ -64,6 +64,8 @@ def launches(op: str, folder: Path) -> str:
     parts = []
     for direction, title in _DIRECTIONS.items():
         rows = [row for row in held[path] if row["direction"] == direction]
+        if not rows:
+            continue
         times = {(row["length"], row["candidate"], row["measure"]): _us(row["us"]) for row in rows}
         names = list(dict.fromkeys(row["candidate"] for row in rows))
         table = markdown_table(

@@ -78,8 +78,8 @@ def dilated_attention(
         True
     """
     return call(  # type: ignore[no-any-return]
-        OP, q, k, v, _text(segments), _text(rates), causal,
-        phase if isinstance(phase, str) else _rows(phase),
+        OP, q, k, v, sizes_text(segments), sizes_text(rates), causal,
+        phase_text(phase),
         combine_grad, cu_seqlens, scale, return_lse, impl=impl,
     )  # fmt: skip
 
@@ -97,7 +97,7 @@ def phase_table(rates: Sequence[int], kv_heads: int, layer: int = 0) -> tuple[tu
     return tuple(tuple((first + head) % rate for head in range(kv_heads)) for rate in rates)
 
 
-def _text(sizes: Sequence[int]) -> str:
+def sizes_text(sizes: Sequence[int]) -> str:
     """Whole numbers as the op takes them: what decides is a key, and a key is text."""
     if not _many(sizes):
         return f"{sizes!r}, not a tuple"  # which the op's check refuses
@@ -106,9 +106,11 @@ def _text(sizes: Sequence[int]) -> str:
     return ",".join([str(size) for size in sizes])
 
 
-def _rows(table: Table) -> str:
-    """A table as the op takes it."""
-    return ";".join([_text(row) for row in table]) if _many(table) else f"{table!r}, not a table"
+def phase_text(phase: str | Table) -> str:
+    """A name, or a table, as the op takes it."""
+    if isinstance(phase, str):
+        return phase
+    return ";".join([sizes_text(row) for row in phase]) if _many(phase) else f"{phase!r}, not a table"
 
 
 def _many(sizes: object) -> bool:

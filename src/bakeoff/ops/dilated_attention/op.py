@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import reprlib
 import warnings
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from bakeoff.select.declare.abilities import kernel_candidate, needs_native
 from bakeoff.select.declare.arguments import INTEGER, Arguments, Choice, Flag, Tensor
 from bakeoff.select.declare.key import round_rows, with_layout
 
-__all__ = ["OP", "warn_of_unreachable"]
+__all__ = ["OP", "checked_pattern", "warn_of_unreachable"]
 
 _OP = "dilated_attention"
 _MOST = 2**31 - 1  # kernels count tokens in int32
@@ -41,20 +42,36 @@ def relations(case: Case) -> None:
             f"{_OP}: packed documents come as one row, q has {case.q.shape[0]}; pass q.flatten(0, 1)[None] "
             f"and cu_seqlens over the whole"
         )
-    _check_branches(case)
-    pattern = _check_phases(case, heads)
+    pattern = checked_pattern(case.segments, case.rates, case.phase, heads)
     if case.phase in ("mod", "block"):  # a table is the caller's own choice
         warn_of_unreachable(pattern, heads)
 
 
-def _check_branches(case: Case) -> None:
+def checked_pattern(segments: str, rates: str, phase: str, heads: int) -> Pattern:
+    """The branches of a call for `heads` kv heads, from its sizes and phases as text.
+
+    Raises ValueError or TypeError for branches and phases that make no sense.
+    """
     try:
-        segments, rates = numbers(case.segments), numbers(case.rates)
+        branches = numbers(segments), numbers(rates)
     except (TypeError, ValueError):
-        given = f"segments {case.said('segments')} and rates {case.said('rates')}"
+        given = f"segments {reprlib.repr(segments)} and rates {reprlib.repr(rates)}"
         raise TypeError(
             f"{_OP}: {given}; pass tuples of whole numbers, such as (2048, 8192), (1, 4)"
         ) from None
+    _check_branches(*branches)
+    try:
+        pattern = pattern_of(segments, rates, phase, heads)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{_OP}: phase is {reprlib.repr(phase)}, expected 'mod', 'block' or a table of whole numbers, a "
+            f"row for each branch with a phase for each kv head"
+        ) from None
+    _check_phases(pattern, heads)
+    return pattern
+
+
+def _check_branches(segments: tuple[int, ...], rates: tuple[int, ...]) -> None:
     if not segments or len(segments) != len(rates):
         raise ValueError(
             f"{_OP}: {len(segments)} segments and {len(rates)} rates; each branch has one of both, and there "
@@ -81,14 +98,7 @@ def _check_branches(case: Case) -> None:
             )
 
 
-def _check_phases(case: Case, heads: int) -> Pattern:
-    try:
-        pattern = pattern_of(case.segments, case.rates, case.phase, heads)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"{_OP}: phase is {case.said('phase')}, expected 'mod', 'block' or a table of whole numbers, a "
-            f"row for each branch with a phase for each kv head"
-        ) from None
+def _check_phases(pattern: Pattern, heads: int) -> None:
     shape = [len(row) for row in pattern.phases]
     if shape != [heads] * len(pattern.rates):
         raise ValueError(
@@ -98,7 +108,6 @@ def _check_phases(case: Case, heads: int) -> Pattern:
     for rate, row in zip(pattern.rates, pattern.phases, strict=True):
         if not all(0 <= phase < rate for phase in row):
             raise ValueError(f"{_OP}: phases {row} of the branch with rate {rate} must lie in 0..{rate - 1}")
-    return pattern
 
 
 def warn_of_unreachable(pattern: Pattern, heads: int) -> None:

@@ -14,6 +14,7 @@ from bakeoff.ops.memory_update.parts import check_parts
 from bakeoff.select import call
 from bakeoff.select.choose.hot import transformed
 from bakeoff.select.declare.arguments import FLOATING
+from bakeoff.select.declare.lists import as_list, check_apart
 
 __all__ = ["IN_PLACE", "OP", "memory_update", "memory_update_"]
 
@@ -152,7 +153,7 @@ def memory_update_(
             "memory_update_ carries no gradients: use memory_update, or call it under torch.no_grad()"
         )
     written = [*memory, *momentum] if skipped is None else [*memory, *momentum, skipped]
-    _check_written(written)
+    _check_written(written, memory, momentum)
     with torch.no_grad():
         loss, norm, ok = call(
             IN_PLACE, k, v, *memory, *momentum, lr, decay, forget, max_norm, reduction, row_weight, skipped,
@@ -163,19 +164,21 @@ def memory_update_(
     return loss, norm, ok
 
 
-def _check_written(written: list[Any]) -> None:
-    """Two elements at one address can't both be written."""
-    if transformed():  # there addresses can't be looked at
+def _check_written(written: list[Any], memory: Any, momentum: Any) -> None:
+    """Raises ValueError where two elements that are written lie at one address."""
+    if transformed() or not all(isinstance(t, Tensor) for t in written):  # no addresses, or refused by a rule
         return
-    parts = [t for t in written if isinstance(t, Tensor) and t.device.type != "meta" and t.numel()]
-    if any(step == 0 and size > 1 for t in parts for step, size in zip(t.stride(), t.shape, strict=True)):
-        raise ValueError(
-            "memory_update_ writes memory, momentum and skipped, which can't be expanded: clone them"
-        )
-    if len({t.data_ptr() for t in parts}) < len(parts):
-        raise ValueError(
-            "memory_update_ writes memory, momentum and skipped, of which two share their elements: clone one"
-        )
+    if not any(0 in t.stride() for t in written) and len({t.data_ptr() for t in written}) == len(written):
+        return
+    columns = {"memory": memory, "momentum": momentum}
+    if written[8:]:
+        columns["skipped"] = written[8:]
+    for name, parts in columns.items():
+        if any(step == 0 and size > 1 for t in parts for step, size in zip(t.stride(), t.shape, strict=True)):
+            raise ValueError(
+                f"memory_update_: {name} is expanded: its elements share memory; pass a .clone()"
+            )
+    check_apart({name: as_list(parts, name) for name, parts in columns.items()}, "memory_update_")
 
 
 def _check(memory: Any, momentum: Any, *gates: Any) -> None:
